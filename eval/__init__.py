@@ -1,0 +1,1 @@
+"""From a head to figures: the decoding engine, metrics, benchmark and report."""

@@ -1,0 +1,1 @@
+"""The decoding engine: trees, lossless verification and one loop for every drafter."""

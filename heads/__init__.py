@@ -1,0 +1,1 @@
+"""The frozen target and every head that drafts for it."""

@@ -1,0 +1,1 @@
+"""Readers and writers of foreign checkpoint layouts, one file a format."""

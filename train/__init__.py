@@ -1,0 +1,1 @@
+"""Token rows or features to head checkpoints."""
