@@ -1,0 +1,82 @@
+"""What a drafter is to the decoding loop: something that proposes trees and is shown what was true.
+
+Shapes: B rows in lockstep, R rows shown something, M verified pairs, N tree nodes, D width.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headstart.eval.engine.tree import DraftTree, TreeShape
+
+
+class Drafter(Protocol):
+    """Proposes a DraftTree a round and reads back the verified tokens and features."""
+
+    name: str
+    scheme: str
+    """Verification scheme at temperature > 0: a, a1, b or c."""
+    taps: tuple[int, ...]
+    """hidden_states[s] it wants beside the last one."""
+    num_nodes: int
+    """N, fixed for the run."""
+    draft_calls: int
+    """Model calls a round, the refresh included."""
+
+    def start(self, batch: int, max_len: int) -> None:
+        """Make room for `batch` rows of up to `max_len` tokens."""
+
+    def begin(self, row: int) -> None:
+        """Forget what a row held: another prompt starts there."""
+
+    def observe(
+        self,
+        tokens_RM: Tensor,
+        hidden_RMD: Tensor,
+        counts: Sequence[int],
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """Read counts[r] verified pairs a row: the target's state at t and the token at t+1."""
+
+    def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
+        """Draft from the root tokens at these absolute positions; keys_B name the prompts."""
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Copy one row's state over another's."""
+
+
+class NoDrafter:
+    """Drafts nothing: plain decoding through the very same loop."""
+
+    name = "plain"
+    scheme = "a1"
+    taps: tuple[int, ...] = ()
+    num_nodes = 1
+    draft_calls = 0
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._shape = TreeShape.root_only().to(device)
+
+    def start(self, batch: int, max_len: int) -> None:
+        """Need nothing."""
+
+    def begin(self, row: int) -> None:
+        """Hold nothing."""
+
+    def observe(
+        self,
+        tokens_RM: Tensor,
+        hidden_RMD: Tensor,
+        counts: Sequence[int],
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """Learn nothing."""
+
+    def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
+        """Return the root alone."""
+        return self._shape.fill(root_B[:, None])
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Move nothing."""

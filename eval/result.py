@@ -1,0 +1,285 @@
+"""The result files of one evaluated drafter: `result.json` (one strict schema) and `prompts.jsonl`.
+
+`result.json` holds every figure with the settings it is a fact about; `prompts.jsonl` holds, a
+prompt a line, the ids and rounds from which every figure can be computed again.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headstart.eval.checks import repeated_ngram_share
+from headstart.eval.engine.records import Completion
+from headstart.eval.intervals import Interval
+from headstart.eval.metrics import DEFINITIONS, Value
+from headstart.files import read_json, write_json, write_text
+
+SCHEMA_VERSION = 1
+LOSSLESS_SCHEMES = ("a", "a1", "b", "c", "c1", "d")
+LOSSY_SCHEMES = ("typical",)
+
+
+@dataclass
+class Provenance:
+    """Where the figures come from; two results compare only where these agree."""
+
+    headstart_version: str
+    torch_version: str
+    transformers_version: str
+    device: str
+    """The device's name, not only its kind."""
+    threads: int
+    dtype: str
+    date: str
+    """ISO 8601, UTC."""
+    target: str
+    target_revision: str | None
+    target_fingerprint: str
+    template_hash: str
+    prompt_suite: str
+    prompt_suite_hash: str
+    seeds: list[int]
+    config: dict[str, Any]
+    """The resolved configuration of the run."""
+
+
+@dataclass
+class DrafterInfo:
+    """What drafted, and how its drafts were verified."""
+
+    name: str
+    """What tables call this row."""
+    family: str
+    """Head family ('eagle3', 'medusa', ...) or kind of drafter ('ngram', 'suffix', ...)."""
+    tree: str
+    """'chain:<k>', 'static:<name>' or 'dynamic:<top_k>/<levels>/<total>'."""
+    verify_scheme: str
+    """One of a, a1, b, c, c1, d (lossless) or typical."""
+    lossless: bool
+    checkpoint: str | None = None
+    """Path of the head; null for drafters without one."""
+    step: int | None = None
+    trained_tokens: int | None = None
+    caches: str | None = None
+    """'cold' or 'warm' for drafters that remember earlier outputs; null for the others."""
+
+    def __post_init__(self) -> None:
+        known = (*LOSSLESS_SCHEMES, *LOSSY_SCHEMES)
+        if self.verify_scheme not in known:
+            raise ValueError(
+                f"drafter.verify_scheme={self.verify_scheme!r}: expected one of {', '.join(known)}"
+            )
+        if self.lossless != (self.verify_scheme in LOSSLESS_SCHEMES):
+            raise ValueError(
+                f"drafter.lossless={self.lossless} but verify_scheme={self.verify_scheme!r} "
+                f"is {'lossy' if self.lossless else 'lossless'}; label the row by its scheme"
+            )
+
+
+@dataclass
+class SamplingInfo:
+    """How both arms chose and stopped."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    batch: int = 1
+    eos_policy: str = "trim"
+    first_token_in_tau: bool = False
+
+
+@dataclass
+class Counts:
+    """How much was measured; tokens are new tokens, prefill's included."""
+
+    prompts: int
+    rounds: int
+    tokens: int
+
+
+@dataclass
+class Divergence:
+    """First position at which a greedy output differs from plain decoding."""
+
+    prompt_id: str
+    position: int
+    margin: float
+    """Plain arm's best minus second-best logit there: near 0 is a rounding tie."""
+
+
+@dataclass
+class Equality:
+    """Greedy outputs compared with plain decoding, token for token."""
+
+    fraction_identical: float
+    divergences: list[Divergence] = field(default_factory=list)
+
+
+@dataclass
+class Category:
+    """Figures of the prompts of one category."""
+
+    counts: Counts
+    figures: dict[str, Value]
+
+
+@dataclass
+class Result:
+    """One drafter's evaluation; `figures` has every name of metrics.DEFINITIONS."""
+
+    provenance: Provenance
+    drafter: DrafterInfo
+    sampling: SamplingInfo
+    counts: Counts
+    figures: dict[str, Value]
+    intervals: dict[str, Interval]
+    """95 % paired bootstrap intervals, for any of the figures."""
+    resamples: int
+    repeats: int
+    """Timed repeats of each prompt; times are the median."""
+    equality: Equality | None = None
+    """Null when sampled: outputs of the arms then differ rightly."""
+    categories: dict[str, Category] = field(default_factory=dict)
+    loops: dict[str, float] = field(default_factory=dict)
+    """Prompts flagged as looping, with the share of repeated 8-grams."""
+    figures_without_loops: dict[str, Value] | None = None
+    """Null when no prompt or every prompt loops."""
+    warnings: list[str] = field(default_factory=list)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        tables = {"figures": self.figures, "figures_without_loops": self.figures_without_loops}
+        tables |= {f"categories.{name}": c.figures for name, c in self.categories.items()}
+        for where, table in tables.items():
+            if table is not None:
+                _check_names(where, table, set(DEFINITIONS))
+        unknown = sorted(set(self.intervals) - set(DEFINITIONS))
+        if unknown:
+            raise ValueError(f"intervals: unknown {', '.join(unknown)}; figures have definitions")
+
+
+@dataclass
+class PromptRow:
+    """One line of prompts.jsonl: a prompt's ids, its rounds and both clocks (seconds)."""
+
+    prompt_id: str
+    category: str | None
+    stop_reason: str
+    turns: int
+    token_ids: list[int]
+    repeated_ngram_share: float
+    accepted: list[int]
+    emitted: list[int]
+    drafted: list[int]
+    depth_max: list[int]
+    stops: list[str]
+    t_draft: list[float]
+    t_verify: list[float]
+    t_commit: list[float]
+    seconds: float
+    prefill_seconds: float
+    plain_tokens: int | None
+    plain_seconds: float | None
+    plain_prefill_seconds: float | None
+
+
+def prompt_row(
+    completion: Completion, plain: Completion | None, category: str | None = None
+) -> PromptRow:
+    """Lay one prompt out as a row of prompts.jsonl; lists have one entry a round."""
+    rounds = completion.rounds
+    return PromptRow(
+        prompt_id=completion.prompt_id,
+        category=category,
+        stop_reason=completion.stop_reason,
+        turns=completion.turns,
+        token_ids=completion.token_ids,
+        repeated_ngram_share=repeated_ngram_share(completion.token_ids),
+        accepted=[r.accepted for r in rounds],
+        emitted=[r.emitted for r in rounds],
+        drafted=[r.drafted for r in rounds],
+        depth_max=[r.depth_max for r in rounds],
+        stops=[r.stop for r in rounds],
+        t_draft=[r.t_draft for r in rounds],
+        t_verify=[r.t_verify for r in rounds],
+        t_commit=[r.t_commit for r in rounds],
+        seconds=completion.seconds,
+        prefill_seconds=completion.prefill_seconds,
+        plain_tokens=None if plain is None else len(plain.token_ids),
+        plain_seconds=None if plain is None else plain.seconds,
+        plain_prefill_seconds=None if plain is None else plain.prefill_seconds,
+    )
+
+
+def write_result(directory: Path, result: Result, prompt_rows: Sequence[PromptRow]) -> Path:
+    """Write prompts.jsonl, then result.json, each whole or not at all; return the latter's path.
+
+    Raises ValueError when a figure is not finite.
+    """
+    lines = [json.dumps(dataclasses.asdict(row), allow_nan=False) for row in prompt_rows]
+    write_text(directory / "prompts.jsonl", "".join(line + "\n" for line in lines))
+    write_json(directory / "result.json", dataclasses.asdict(result))
+    return directory / "result.json"
+
+
+def read_result(path: Path) -> Result:
+    """Read a result.json, or the one in a directory.
+
+    Raises FileNotFoundError, and ValueError naming the file and the key that is missing, unknown or
+    of the wrong type, or the schema version found.
+    """
+    path = path / "result.json" if path.is_dir() else path
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: found {type(data).__name__} instead of a result's keys")
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path}: schema_version={data.get('schema_version')!r}: this version of headstart "
+            f"reads {SCHEMA_VERSION}; evaluate again"
+        )
+    try:
+        return _from_json(Result, data, "result")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_names(where: str, found: dict[str, Any], expected: set[str]) -> None:
+    missing, unknown = sorted(expected - set(found)), sorted(set(found) - expected)
+    if missing or unknown:
+        raise ValueError(
+            f"{where}: missing {', '.join(missing) or 'nothing'}, "
+            f"unknown {', '.join(unknown) or 'nothing'}"
+        )
+
+
+def _from_json(kind: Any, value: Any, where: str) -> Any:
+    """Build `kind` (dataclass, list, dict, union or scalar type) from JSON, refusing misfits."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        _check_names(where, value, set(hints))
+        return kind(**{k: _from_json(hints[k], v, f"{where}.{k}") for k, v in value.items()})
+    if origin is list and isinstance(value, list):
+        return [_from_json(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {k: _from_json(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+    if origin is types.UnionType:
+        return _from_json(_member(arguments, value), value, where)
+    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise ValueError(f"{where}={value!r}: expected {getattr(kind, '__name__', kind)}")
+
+
+def _member(arguments: Sequence[Any], value: Any) -> Any:
+    """Pick the member of a union by the JSON type of `value`; the first one when none fits."""
+    for kind in arguments:
+        raw = typing.get_origin(kind) or (dict if dataclasses.is_dataclass(kind) else kind)
+        if type(value) is raw or (raw is float and type(value) is int):
+            return kind
+    return arguments[0]

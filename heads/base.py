@@ -1,0 +1,210 @@
+"""What every head is: a config, features in, loss sums out in training, logits out in drafting.
+
+At position t a head sees the target's features at t and the embedding of token t+1; it predicts
+token t+2, and its teacher is the target's distribution at position t+1.
+Shapes: B rows, T tokens, D width, V vocabulary, W draft vocabulary, K depths, M new pairs.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from hydra.core.config_store import ConfigStore
+from torch import Tensor, nn
+
+from headstart.heads.parts import ReadOut, TargetParts
+from headstart.heads.target import TargetShape
+from headstart.heads.vocab import DraftVocab
+
+OUT_OF_VOCAB = ("drop", "mass")
+LOSSES = ("ce_soft", "ce_hard")
+
+
+@dataclass
+class HeadConfig:
+    """What every head family shares; each option of the group `head` extends it."""
+
+    draft_vocab_size: int | None = None
+    """Most frequent target tokens the head drafts over; null means the whole vocabulary."""
+    out_of_vocab: str = "drop"
+    """Positions whose best target token cannot be drafted: drop, or weigh by in-vocabulary mass."""
+    loss: str = "ce_soft"
+    """ce_soft: cross-entropy to the target's distribution; ce_hard: to the data token."""
+    loss_chunk: int = 1024
+    """Positions whose logits are held at once."""
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 2:
+            raise ValueError(
+                f"head.draft_vocab_size={self.draft_vocab_size}: need at least 2, or null"
+            )
+        if self.out_of_vocab not in OUT_OF_VOCAB:
+            raise ValueError(
+                f"head.out_of_vocab={self.out_of_vocab}: expected one of {', '.join(OUT_OF_VOCAB)}"
+            )
+        if self.loss not in LOSSES:
+            raise ValueError(f"head.loss={self.loss}: expected one of {', '.join(LOSSES)}")
+        if self.loss_chunk < 1:
+            raise ValueError(f"head.loss_chunk={self.loss_chunk}: need at least 1 position")
+        if self.out_of_vocab == "mass" and (
+            self.draft_vocab_size is None or self.loss == "ce_hard"
+        ):
+            warnings.warn(
+                "head.out_of_vocab=mass has no effect without head.draft_vocab_size and a soft loss",
+                stacklevel=3,
+            )
+
+
+@dataclass
+class FeatureBatch:
+    """Rows of tokens with the target's features, made online or read from a store.
+
+    document_BT numbers packed documents and is -1 on padding; positions restart with a document.
+    logsumexp_BT and argmax_BT are of the target's logits at each position, over all V tokens.
+    """
+
+    tokens_BT: Tensor
+    loss_mask_BT: Tensor
+    positions_BT: Tensor
+    document_BT: Tensor
+    row_ids_B: Tensor
+    hidden_BTD: Tensor
+    logsumexp_BT: Tensor
+    argmax_BT: Tensor
+    aux: dict[int, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "FeatureBatch":
+        """Return the batch on another device."""
+        tensors = {k: v.to(device) for k, v in vars(self).items() if k != "aux"}
+        return FeatureBatch(**tensors, aux={s: a.to(device) for s, a in self.aux.items()})
+
+
+@dataclass
+class LossSums:
+    """Numerators by term and depth, their weights, and metric sums: never means.
+
+    The loss of an optimizer step is the sum over terms and depths of weight * numerator / N, with N
+    the denominator (see `DraftHead.denominators`) over all ranks and micro-batches of the step.
+    """
+
+    numerators: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def total(self, denominators: dict[str, Tensor]) -> Tensor:
+        """Return the scalar loss under these global denominators; a zero count contributes 0."""
+        terms = [
+            (self.weights[name] * numerator / denominators[name].clamp(min=1)).sum()
+            for name, numerator in self.numerators.items()
+        ]
+        return torch.stack(terms).sum()
+
+
+class DraftHead(nn.Module, ABC):
+    """Base of all heads. Holds trained tensors only; the target's parts are passed into each call."""
+
+    aux_features: tuple[int, ...] = ()
+    """hidden_states[s] the head needs beside the last one."""
+
+    def __init__(self, config: HeadConfig, shape: TargetShape, vocab: DraftVocab | None) -> None:
+        super().__init__()
+        wanted = config.draft_vocab_size
+        if (wanted is None) != (vocab is None) or (vocab is not None and len(vocab) != wanted):
+            have = "none" if vocab is None else len(vocab)
+            raise ValueError(
+                f"head.draft_vocab_size={wanted} but the draft vocabulary given is {have}"
+            )
+        self.config, self.shape, self.vocab = config, shape, vocab
+        self._restricted: tuple[ReadOut, ReadOut] | None = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """W."""
+        return self.shape.vocab_size if self.vocab is None else len(self.vocab)
+
+    @property
+    @abstractmethod
+    def max_depth(self) -> int | None:
+        """Deepest draft the head can make; None when `step` goes on for ever."""
+
+    @abstractmethod
+    def initialise(self, parts: TargetParts) -> None:
+        """Set the starting weights, those copied from the target included."""
+
+    @abstractmethod
+    def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
+        """Count, by term and depth, the positions the loss of this batch is divided by."""
+
+    @abstractmethod
+    def forward(
+        self, batch: FeatureBatch, parts: TargetParts, generator: torch.Generator | None = None
+    ) -> LossSums:
+        """Return the loss sums of a batch, and metric sums in eval mode."""
+
+    @abstractmethod
+    def new_state(self, batch: int, max_len: int, max_nodes: int, parts: TargetParts) -> Any:
+        """Make an empty drafting state for `batch` rows; it has `move_row` and `reset`."""
+
+    @abstractmethod
+    def extend(
+        self,
+        state: Any,
+        tokens_RM: Tensor,
+        hidden_RMD: Tensor,
+        counts: Sequence[int],
+        parts: TargetParts,
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Read verified pairs (features at t, token t+1), counts[r] of them in row r.
+
+        Drops all drafted state first. Returns logits [R, K, W] of the depths known without a step.
+        """
+
+    def step(self, state: Any, tokens_RM: Tensor, parents_RM: Tensor, parts: TargetParts) -> Tensor:
+        """Read drafted tokens and return the logits [R, M, W] of their children.
+
+        parents_RM are state slots: 0 is the root, and each call's M tokens take the next M slots.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts all its depths in one pass")
+
+    def draft_readout(self, parts: TargetParts) -> ReadOut:
+        """Return the target's read-out restricted to the draft vocabulary (made once)."""
+        if self.vocab is None:
+            return parts.readout
+        if self._restricted is None or self._restricted[0] is not parts.readout:
+            ids = self.vocab.ids_W.to(parts.readout.weight_WD.device)
+            self._restricted = (parts.readout, parts.readout.rows(ids))
+        return self._restricted[1]
+
+
+HeadClass = TypeVar("HeadClass", bound=type[DraftHead])
+_FAMILIES: dict[str, tuple[type[HeadConfig], type[DraftHead]]] = {}
+
+
+def register(family: str, config: type[HeadConfig]) -> Callable[[HeadClass], HeadClass]:
+    """Register a head class under its family name and config class; feeds Hydra's ConfigStore."""
+
+    def add(head: HeadClass) -> HeadClass:
+        _FAMILIES[family] = (config, head)
+        ConfigStore.instance().store(group="head", name=f"base_{family}", node=config)
+        return head
+
+    return add
+
+
+def families() -> dict[str, tuple[type[HeadConfig], type[DraftHead]]]:
+    """Return family name -> (config class, head class), sorted by name."""
+    return dict(sorted(_FAMILIES.items()))
+
+
+def family_of(config: HeadConfig) -> str:
+    """Return the family name that a config belongs to."""
+    return next(name for name, (kind, _) in _FAMILIES.items() if kind is type(config))
+
+
+def build_head(config: HeadConfig, shape: TargetShape, vocab: DraftVocab | None) -> DraftHead:
+    """Make the head of a config, its weights not yet initialised."""
+    return _FAMILIES[family_of(config)][1](config, shape, vocab)

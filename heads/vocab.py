@@ -1,0 +1,84 @@
+"""The draft vocabulary: a head may draft over W of the target's V tokens (EAGLE-3's d2t, FR-Spec).
+
+Verification is always over the whole vocabulary, so a small draft vocabulary costs acceptance and
+never correctness. `d2t` holds offsets: target id = draft id + d2t[draft id].
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DraftVocab:
+    """W target ids in ascending order, of a target vocabulary of `target_size` tokens."""
+
+    ids_W: Tensor
+    target_size: int
+
+    def __post_init__(self) -> None:
+        ids = self.ids_W
+        if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) == 0:
+            raise ValueError("draft vocabulary: expected a non-empty int64 vector of target ids")
+        if ids[0] < 0 or ids[-1] >= self.target_size or not bool((ids.diff() > 0).all()):
+            raise ValueError(
+                f"draft vocabulary: ids must rise strictly inside 0..{self.target_size - 1}; "
+                "is d2t absolute where offsets are expected, or from another target?"
+            )
+
+    def __len__(self) -> int:
+        return len(self.ids_W)
+
+    @property
+    def d2t(self) -> Tensor:
+        """Offsets [W], int64."""
+        return self.ids_W - torch.arange(len(self.ids_W), device=self.ids_W.device)
+
+    @cached_property
+    def draft_id_V(self) -> Tensor:
+        """The draft id of each target token, -1 outside the draft vocabulary."""
+        table = torch.full((self.target_size,), -1, dtype=torch.int64, device=self.ids_W.device)
+        table[self.ids_W] = torch.arange(len(self.ids_W), device=self.ids_W.device)
+        return table
+
+    @property
+    def t2d(self) -> Tensor:
+        """Membership [V], bool."""
+        return self.draft_id_V >= 0
+
+    def spread(self, probs_W: Tensor) -> Tensor:
+        """Return probabilities [.., V] over the target vocabulary, zero outside."""
+        full = probs_W.new_zeros(*probs_W.shape[:-1], self.target_size)
+        return full.index_copy_(-1, self.ids_W.to(probs_W.device), probs_W)
+
+    def to(self, device: torch.device) -> "DraftVocab":
+        """Return the vocabulary with its tensors on another device."""
+        if self.ids_W.device == device:
+            return self
+        return DraftVocab(self.ids_W.to(device), self.target_size)
+
+    @classmethod
+    def from_d2t(cls, d2t_W: Tensor, target_size: int) -> "DraftVocab":
+        """Read the offset form; absolute ids are refused where they break the order."""
+        return cls(torch.arange(len(d2t_W)) + d2t_W, target_size)
+
+    @classmethod
+    def from_counts(cls, counts_V: Tensor, size: int, *, forced: Iterable[int]) -> "DraftVocab":
+        """Keep the `size` most frequent tokens, the `forced` ones (stop ids) always among them.
+
+        Ties go to the lower id; too few distinct tokens are filled up with the lowest unused ids.
+        Raises ValueError when size does not fit the vocabulary or the forced ids.
+        """
+        forced = sorted(set(forced))
+        if not len(forced) < size <= len(counts_V):
+            raise ValueError(
+                f"head.draft_vocab_size={size}: expected more than {len(forced)} stop ids and at "
+                f"most the target's {len(counts_V)} tokens"
+            )
+        rank = counts_V.clone().to(torch.int64)
+        rank[forced] = rank.max() + 1
+        order = torch.sort(rank, descending=True, stable=True).indices
+        return cls(order[:size].sort().values, len(counts_V))

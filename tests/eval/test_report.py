@@ -1,0 +1,174 @@
+"""Reports: ranking, honesty about lossy and unequal rows, and the sections of the page."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from traces import bench, chain_round, completion, make_result, timed
+
+from headstart.eval.leaderboard import leaderboard_rows, leaderboard_table, name_results
+from headstart.eval.metrics import DEFINITIONS, figures, prompt_sums
+from headstart.eval.report import markdown_report, plot_report, write_report
+from headstart.eval.result import Category, Counts, DrafterInfo, Result
+
+
+def result(name: str, *, accepted: int = 2, k: int = 4, seconds: float = 0.2, **changes) -> Result:
+    return make_result(name, *bench(accepted, k, seconds=seconds), **changes)
+
+
+def lossy(name: str, **changes) -> Result:
+    return result(
+        name, drafter=DrafterInfo(name, "medusa", "static:a", "typical", False), **changes
+    )
+
+
+def order(results: list[Result]) -> list[tuple[str, str]]:
+    return [(row[0], row[1]) for row in leaderboard_rows(name_results(results))]
+
+
+def test_fastest_first_with_plain_at_its_place():
+    ranked = order([result("slow", seconds=0.4), result("fast"), result("mid", seconds=0.25)])
+    assert ranked == [("1", "fast"), ("2", "mid"), ("3", "plain"), ("4", "slow")]
+
+
+def test_plain_row_has_tau_one_speedup_one_and_its_tokens_per_second():
+    plain = leaderboard_rows(name_results([result("a")]))[1]
+    assert plain[1:] == ["plain", "-", "-", *["1.00"] * 4, "0", "10.0", "-"]
+
+
+def test_p56_ranked_by_speed_never_by_acceptance_rate():
+    deep = result("deep", k=8, seconds=0.2)
+    short = result("short", k=3, seconds=0.25)
+    rates = [r.figures["draft_token_acceptance"] for r in (deep, short)]
+    taus = [r.figures["tau_with_bonus_micro"] for r in (deep, short)]
+    assert rates == pytest.approx([2 / 8, 2 / 3])
+    assert taus == [3.0, 3.0]
+    assert order([short, deep])[:2] == [("1", "deep"), ("2", "short")]
+
+
+def test_p56_a_null_draft_is_listed_with_speedup_one():
+    rounds = [chain_round(0, 0, seconds=0.1) for _ in range(9)]
+    arms = [completion(f"p{i}", rounds, seconds=0.9) for i in range(20)]
+    sums = [prompt_sums(arm, timed(arm.prompt_id, 10, 0.9)) for arm in arms]
+    row = leaderboard_rows(name_results([make_result("null", sums, arms)]))[1]
+    assert row[1] == "null"
+    assert row[4] == "1.00 [1.00, 1.00]"
+
+
+def test_lossy_row_holds_no_rank_however_fast():
+    assert order([lossy("typical", seconds=0.05), result("exact")]) == [
+        ("1", "exact"),
+        ("2", "plain"),
+        ("lossy", "typical"),
+    ]
+
+
+def test_lossy_headline_says_so():
+    assert "**lossy**" in markdown_report([lossy("typical")])
+    assert "lossy**" not in markdown_report([result("exact")])
+
+
+def test_row_without_a_plain_arm_holds_no_rank():
+    arms = [completion("p", [chain_round(2, 4)])]
+    untimed = make_result("untimed", [prompt_sums(arms[0], None)], arms)
+    assert order([untimed]) == [("-", "untimed")]
+    assert "speed not measured; at 3.00" in markdown_report([untimed])
+
+
+def test_results_of_different_machines_are_ranked_apart():
+    one, other = result("one"), result("other", seconds=0.25)
+    other.provenance = replace(other.provenance, device="another CPU")
+    text = markdown_report([one, other])
+    assert "on test CPU, 1 threads" in text
+    assert "on another CPU, 1 threads" in text
+    assert "| 1 | one |" in text
+    assert "| 1 | other |" in text
+
+
+def test_equal_names_are_numbered():
+    names = [name for name, _ in name_results([result("a"), result("b"), result("a")])]
+    assert names == ["a #1", "b", "a #2"]
+
+
+def test_headline_gives_speed_tau_and_intervals():
+    assert (
+        "**a** (chain:4) decodes 1.50x [1.50, 1.50] as fast as the target alone, "
+        "at 3.00 [3.00, 3.00] tokens per round over 20 prompts." in markdown_report([result("a")])
+    )
+
+
+def test_headline_says_when_the_interval_contains_one():
+    text = markdown_report([result("a", intervals={"speedup_ratio_of_sums_decode": [0.9, 1.6]})])
+    assert "no speedup is shown" in text
+
+
+def test_headline_flags_few_prompts():
+    text = markdown_report([make_result("a", *bench(2, 4, seconds=0.2, prompts=5))])
+    assert "fewer than 20 prompts" in text
+
+
+def test_report_has_every_section_and_no_empty_figure():
+    text = markdown_report([result("a"), result("b", k=2)])
+    for heading in ("Leaderboard", "Acceptance by depth", "Time by stage", "Provenance"):
+        assert f"## {heading}" in text
+    assert "| nan" not in text
+    assert "None |" not in text
+
+
+def test_shorter_chains_leave_deeper_cells_empty():
+    text = markdown_report([result("a"), result("b", k=2)])
+    assert "| b | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | - | - |" in text
+
+
+def test_report_shows_equality_with_first_divergence_and_margin():
+    text = markdown_report([result("a")])
+    assert "95.0 % of greedy outputs identical; first divergences: p3 at token 7" in text
+    assert "margin 0.002" in text
+
+
+def test_report_shows_categories_apart():
+    sums, done = bench(2, 4, seconds=0.2)
+    code = Category(Counts(12, 60, 192), figures(sums[:12]))
+    text = markdown_report([make_result("a", sums, done, categories={"code": code})])
+    assert "| a | code | 12 | 60 | 3.00 | 1.50 |" in text
+
+
+def test_p55_report_gives_figures_with_and_without_looping_prompts():
+    sums, done = bench(2, 4, seconds=0.2)
+    without = figures(bench(1, 4, seconds=0.2)[0])
+    text = markdown_report(
+        [make_result("a", sums, done, loops={"p1": 0.99}, figures_without_loops=without)]
+    )
+    assert "| a | p1 (0.99) | 3.00 | 2.00 | 1.50 | 1.00 |" in text
+
+
+def test_p52_every_figure_and_column_is_defined_in_the_report():
+    text = markdown_report([result("a")])
+    assert all(f"- `{name}`: {definition}" in text for name, definition in DEFINITIONS.items())
+
+
+def test_pipes_in_names_do_not_break_tables():
+    assert "| 1 | a\\|b |" in markdown_report([result("a|b")])
+
+
+def test_write_report_writes_the_page_and_the_plots_it_shows(tmp_path: Path):
+    path = write_report([result("a"), lossy("b")], tmp_path / "report")
+    images = ["acceptance_by_depth.png", "speedup.png"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [*images[:1], "report.md", images[1]]
+    assert all(f"]({image})" in path.read_text() for image in images)
+    assert all((path.parent / i).read_bytes()[:4] == b"\x89PNG" for i in images)
+
+
+def test_terminal_table_has_the_rows_of_the_report():
+    console = Console(width=250, record=True, file=io.StringIO())
+    console.print(leaderboard_table([result("[bold]a"), lossy("b")]))
+    text = console.export_text()
+    assert text.index(" [bold]a ") < text.index(" plain ") < text.index(" lossy ")
+
+
+@pytest.mark.parametrize("report", [markdown_report, lambda r: plot_report(r, Path("unused"))])
+def test_a_report_without_results_is_an_error(report):
+    with pytest.raises(ValueError, match="at least one result"):
+        report([])
