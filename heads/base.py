@@ -5,6 +5,8 @@ token t+2, and its teacher is the target's distribution at position t+1.
 Shapes: B rows, T tokens, D width, V vocabulary, W draft vocabulary, K depths, M new pairs.
 """
 
+import importlib
+import pkgutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from torch import Tensor, nn
 
+from headstart import heads
 from headstart.heads.parts import ReadOut, TargetParts
 from headstart.heads.target import TargetShape
 from headstart.heads.vocab import DraftVocab
@@ -53,7 +56,8 @@ class HeadConfig:
             self.draft_vocab_size is None or self.loss == "ce_hard"
         ):
             warnings.warn(
-                "head.out_of_vocab=mass has no effect without head.draft_vocab_size and a soft loss",
+                "head.out_of_vocab=mass has no effect without head.draft_vocab_size and "
+                "head.loss=ce_soft; use drop",
                 stacklevel=3,
             )
 
@@ -104,7 +108,7 @@ class LossSums:
 
 
 class DraftHead(nn.Module, ABC):
-    """Base of all heads. Holds trained tensors only; the target's parts are passed into each call."""
+    """Base of all heads. Holds trained tensors only; the target's parts come with each call."""
 
     aux_features: tuple[int, ...] = ()
     """hidden_states[s] the head needs beside the last one."""
@@ -196,7 +200,12 @@ def register(family: str, config: type[HeadConfig]) -> Callable[[HeadClass], Hea
 
 
 def families() -> dict[str, tuple[type[HeadConfig], type[DraftHead]]]:
-    """Return family name -> (config class, head class), sorted by name."""
+    """Return family name -> (config class, head class), sorted by name.
+
+    Imports every module of this package first, so that a family is known by its file alone.
+    """
+    for module in pkgutil.iter_modules(heads.__path__):
+        importlib.import_module(f"{heads.__name__}.{module.name}")
     return dict(sorted(_FAMILIES.items()))
 
 

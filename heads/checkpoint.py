@@ -85,8 +85,8 @@ def load_head(directory: Path, *, dtype: torch.dtype = torch.float32) -> tuple[D
     ):
         raise ValueError(
             f"{directory}: aux features {config['aux_features']} in the convention "
-            f"{config['aux_convention']!r} do not fit this head; expected {list(head.aux_features)} "
-            f"in {AUX_CONVENTION!r}"
+            f"{config['aux_convention']!r} do not fit this head; expected "
+            f"{list(head.aux_features)} in {AUX_CONVENTION!r}"
         )
     _check_tensors(directory, tensors, head.state_dict())
     head.load_state_dict(tensors, strict=True)

@@ -151,7 +151,7 @@ class EagleHead(DraftHead):
         )
 
     def _embed_next(self, batch: FeatureBatch, parts: TargetParts) -> Tensor:
-        """Return the embedding of token t+1 at t; the last column, which has none, repeats itself."""
+        """Return the embedding of token t+1 at t; the last column has none and repeats itself."""
         return parts.embed(torch.cat((batch.tokens_BT[:, 1:], batch.tokens_BT[:, -1:]), dim=1))
 
     def _noisy(self, hidden_BTD: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -177,7 +177,7 @@ class EagleHead(DraftHead):
         parts: TargetParts,
         rows: Sequence[int] | None = None,
     ) -> Tensor:
-        """Read verified pairs over the committed cache; return the first depth's logits [R, 1, W]."""
+        """Read verified pairs over the committed cache; return first-depth logits [R, 1, W]."""
         R, M = tokens_RM.shape
         cache = state.cache
         lengths = cache.lengths[:R] if rows is None else [cache.lengths[r] for r in rows]

@@ -27,7 +27,7 @@ class TargetConfig:
     """The frozen model that heads are trained for."""
 
     path: str = MISSING
-    """Directory, .gguf file, Hub id, or package:NAME for the GGUF file an installed package ships."""
+    """Directory, .gguf file, Hub id, or package:NAME for the .gguf file inside a package."""
     revision: str | None = None
     """Revision of a Hub id; null means its default branch."""
     dtype: str = "bfloat16"

@@ -2,7 +2,7 @@
 
 For a teacher position j (the target's distribution over token j+1) student k of K sits at position
 j-1-k. Shapes: N selected teacher positions, K depths, D width, W draft vocabulary.
-Formulas: EAGLE (arXiv 2401.15077, eq. for L_cls), Medusa (arXiv 2401.10774, eq. 1) with soft labels.
+Formulas: EAGLE (arXiv 2401.15077, eq. for L_cls), Medusa (arXiv 2401.10774, eq. 1), soft labels.
 """
 
 from dataclasses import dataclass

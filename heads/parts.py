@@ -46,7 +46,7 @@ class ReadOut:
 
 @dataclass
 class TargetParts:
-    """The target's frozen embedding and read-out; passed into heads, never owned or saved by them."""
+    """The target's frozen embedding and read-out; heads are passed them and never own them."""
 
     embedding_VD: Tensor
     embed_scale: float
@@ -111,7 +111,7 @@ class TargetParts:
     def load(cls, path: Path) -> "TargetParts":
         """Read what `save` wrote; the tensors are memory-mapped."""
         with safe_open(path, framework="pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
             scalars = stored.metadata()
         softcap = None if scalars["softcap"] == "None" else float(scalars["softcap"])
         weight = tensors["readout"]

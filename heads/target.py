@@ -1,8 +1,8 @@
 """The frozen target: a Hugging Face causal LM seen as hidden states, taps and a read-out.
 
 Shapes: B rows, T tokens, D width, V vocabulary, N tree nodes, R rows of a pass.
-`hidden_states[s]` is Hugging Face numbering: s = 0 embeddings, s = l the input of layer l, s = L the
-output of the last layer AFTER the final norm.
+`hidden_states[s]` is Hugging Face numbering: s = 0 embeddings, s = l the input of layer l, s = L
+the output of the last layer AFTER the final norm.
 """
 
 import hashlib
@@ -213,9 +213,9 @@ class Target:
         limit = 1e-4 if self.dtype in (torch.float32, torch.float64) else 2e-2
         if not error <= limit:
             raise ValueError(
-                f"{self.name}: logits rebuilt from hidden_states[{self.shape.num_layers}] differ from "
-                f"the model's own by {error:.1e} relative (limit {limit:.0e}); "
-                f"{type(self.model).__name__} reads its logits out in a way headstart does not know"
+                f"{self.name}: logits rebuilt from hidden_states[{self.shape.num_layers}] differ "
+                f"from the model's own by {error:.1e} relative (limit {limit:.0e}); "
+                f"{type(self.model).__name__} reads out in a way headstart does not know"
             )
 
 
@@ -276,7 +276,7 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return every id that ends an answer: the generation config's, the config's, the tokenizer's."""
+    """Return every id that ends an answer: of both configs of the model and of the tokenizer."""
     found: set[int] = set()
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)

@@ -1,7 +1,7 @@
 """The decoding loop, for every drafter and for none: draft, target pass, verify, keep, observe.
 
-B rows go in lockstep; a finished row gives its place to the next prompt, and when none is left the
-batch shrinks. One host synchronisation a round.
+B rows go in lockstep; the last row takes the place of a finished one, and the next prompt joins at
+the end. One host synchronisation a round.
 Shapes: B rows, R rows of a prefill, P prompt tokens, N tree nodes, M verified pairs, D width.
 """
 
@@ -84,11 +84,11 @@ def decode(
     longest = max(min(context, len(r.token_ids) + r.max_new_tokens) for r in requests)
     batch_size = min(batch_size, len(requests))
     loop = _Loop(target, drafter, sampling, frozenset(stop_ids), batch_size, context, longest)
-    queue, rows = deque(requests), loop.rows
-    while queue or rows:
+    queue = deque(requests)
+    while queue or loop.rows:
         yield from loop.refill(queue)
-        if rows:
-            yield from loop.round(more_to_come=bool(queue))
+        if loop.rows:
+            yield from loop.round()
 
 
 class _Loop:
@@ -106,30 +106,21 @@ class _Loop:
     ) -> None:
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.stop_ids, self.batch_size, self.context = stop_ids, batch_size, context
-        self.cache = target.new_cache(batch_size, longest, max(drafter.num_nodes, PREFILL_CHUNK))
+        self.cache = target.new_cache(batch_size, longest, drafter.num_nodes)
         drafter.start(batch_size, longest)
         self.rows: list[_Row] = []
 
     def refill(self, queue: deque[Request]) -> Iterator[Completion]:
-        """Put waiting prompts into free rows and prefill them together."""
-        fresh: list[int] = []
-        free = [i for i, row in enumerate(self.rows) if row.finished]
-        free += range(len(self.rows), self.batch_size)
-        start = self._clock()
-        for index in free:
-            if not queue:
-                break
-            row = self._admit(queue.popleft(), start)
-            if index < len(self.rows):
-                self.rows[index] = row
-            else:
-                self.rows.append(row)
-            self.cache.reset(index)
-            self.drafter.begin(index)
-            fresh.append(index)
-        if fresh:
+        """Prefill waiting prompts together until the batch is full; some may end right there."""
+        while queue and len(self.rows) < self.batch_size:
+            start, first = self._clock(), len(self.rows)
+            fresh = list(range(first, min(self.batch_size, first + len(queue))))
+            for index in fresh:
+                self.rows.append(self._admit(queue.popleft(), start))
+                self.cache.reset(index)
+                self.drafter.begin(index)
             self._prefill(fresh, start)
-            yield from self._retire(fresh, more_to_come=bool(queue))
+            yield from self._retire()
 
     def _admit(self, request: Request, start: float) -> _Row:
         limit = min(request.max_new_tokens, self.context - len(request.token_ids))
@@ -190,7 +181,7 @@ class _Loop:
             rows=[fresh[i] for i in active],
         )
 
-    def round(self, *, more_to_come: bool) -> Iterator[Completion]:
+    def round(self) -> Iterator[Completion]:
         """Draft, verify in one target pass, keep what was accepted, and show it to the drafter."""
         rows, clock = self.rows, self._clock
         t0 = clock()
@@ -213,7 +204,7 @@ class _Loop:
         for row in rows:
             last = row.completion.rounds[-1]
             last.t_draft, last.t_verify, last.t_commit = t1 - t0, t2 - t1, t3 - t2
-        yield from self._retire(range(len(rows)), more_to_come=more_to_come)
+        yield from self._retire()
 
     def _verify(
         self, tree: DraftTree, logits_BNV: Tensor, keys_B: Tensor, positions_B: Tensor
@@ -284,22 +275,20 @@ class _Loop:
         row.finished = len(row.tokens) >= row.limit
         return len(tokens)
 
-    def _retire(self, indices: Iterable[int], *, more_to_come: bool) -> Iterator[Completion]:
-        """Hand out finished rows; without waiting prompts, move the last row into their place."""
+    def _retire(self) -> Iterator[Completion]:
+        """Hand out finished rows; the last row moves into the place of each."""
         now = self._clock()
-        done = [i for i in indices if self.rows[i].finished]
+        done = [i for i, row in enumerate(self.rows) if row.finished]
         for index in done:
             row = self.rows[index]
             row.completion.token_ids, row.completion.seconds = row.tokens, now - row.started
             yield row.completion
-        if not more_to_come:
-            for index in reversed(done):
-                last = len(self.rows) - 1
-                if index != last:
-                    self.cache.move_row(last, index)
-                    self.drafter.move_row(last, index)
-                    self.rows[index] = self.rows[last]
-                self.rows.pop()
+        for index in reversed(done):
+            last = self.rows.pop()
+            if index < len(self.rows):
+                self.cache.move_row(len(self.rows), index)
+                self.drafter.move_row(len(self.rows), index)
+                self.rows[index] = last
 
     def _pick(self, logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor) -> Tensor:
         """Pick the token at these absolute positions from the processed distribution."""

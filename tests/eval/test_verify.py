@@ -215,20 +215,24 @@ def test_nothing_left_does_not_accept_a_token_of_target_probability_zero() -> No
     assert (verdict.accepted_B.tolist(), verdict.next_B.tolist()) == ([0], [1])
 
 
-def _after_two_tries(choices: list, tokens: list[int], tries: list[int]) -> Verdict:
-    """Verify children with q (8, 1, 9, 4) / 22 under p (0, 3, 6, 1) / 10, 50 rows."""
-    shape = TreeShape.from_choices(choices)
-    q_BNV = Q[[0, 2, 3, 1]].expand(50, shape.num_nodes, -1)
-    probs_BNV = torch.tensor([0.0, 0.3, 0.6, 0.1]).expand(50, shape.num_nodes, -1)
-    uniform = torch.rand(50, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    uniform = uniform[:, : shape.num_nodes]
+def _try_first_then_2(first: int, absent_between: bool) -> Verdict:
+    """Verify drawn children `first` and 2; q is (8, 1, 9, 4) / 22, p forbids the first."""
+    shape = TreeShape.from_choices([[0], [1], [2]] if absent_between else [[0], [1]])
+    tokens = [first, first, -1, 2] if absent_between else [first, first, 2]
+    tries = [0, 1, 2] if absent_between else [0, 2]
+    swap = [0, 1, 2, 3] if first == 0 else [1, 0, 2, 3]
+    q_BNV = (torch.tensor([8.0, 1.0, 9.0, 4.0]) / 22)[swap].expand(50, shape.num_nodes, -1)
+    probs_BNV = torch.tensor([0.0, 0.3, 0.6, 0.1])[swap].expand(50, shape.num_nodes, -1)
+    uniform = torch.rand(50, 1, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    uniform = uniform.expand(-1, shape.num_nodes, -1)
     tree = shape.fill(torch.tensor([tokens] * 50), q_BNV)
     return verify_ratio(tree, probs_BNV, uniform[..., tries], uniform[..., 0], replacement=False)
 
 
-def test_an_absent_child_between_others_is_passed_over() -> None:
-    without = _after_two_tries([[0], [1]], [1, 0, 2], [0, 2])
-    between = _after_two_tries([[0], [1], [2]], [1, 0, -1, 2], [0, 1, 2])
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_absent_child_between_others_is_passed_over(first: int) -> None:
+    without = _try_first_then_2(first, absent_between=False)
+    between = _try_first_then_2(first, absent_between=True)
     assert 0 < without.accepted_B.sum() < 50
     assert torch.equal(between.accepted_B, without.accepted_B)
     assert torch.equal(between.next_B, without.next_B)

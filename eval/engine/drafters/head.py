@@ -64,6 +64,8 @@ class HeadDrafter:
         self.name, self.taps = family_of(head.config), head.aux_features
         self.num_nodes = shape.num_nodes
         self._levels = _plan(self.shape)
+        if self.sampled:
+            _refuse_gaps(shape)
         steps = [] if head.max_depth is not None else self._levels[1:]
         self.draft_calls = 1 + len(steps)
         self._logits_BKW = torch.empty(0)
@@ -172,14 +174,23 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
     return width - 1 - (rising * width + low_id_first).topk(k, dim=-1).values.remainder(width)
 
 
+def _refuse_gaps(shape: TreeShape) -> None:
+    """Refuse sampled children with a rank left out: dropping a drawn child would not be lossless."""
+    paths = set(shape.choices)
+    for path in shape.choices:
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in paths:
+            raise ValueError(
+                f"tree.choices: path {list(path)} without rank {path[-1] - 1} beside it; "
+                "tree.children=sampled needs ranks without gaps"
+            )
+
+
 def _plan(shape: TreeShape) -> list[_Level]:
     """List, depth by depth, which nodes are expanded and where their children go.
 
     Slots are how a head knows drafted nodes: the root is 0, stepped nodes follow in step order.
     """
-    parents, ranks, depths = (
-        t.tolist() for t in (shape.parents_N, shape.ranks_N, shape.depth_N)
-    )
+    parents, ranks, depths = (t.tolist() for t in (shape.parents_N, shape.ranks_N, shape.depth_N))
     slot_of, levels = {0: 0}, []
     device = shape.parents_N.device
     for depth in range(shape.max_depth):

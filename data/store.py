@@ -1,0 +1,225 @@
+"""Features captured once: memory-mapped safetensors shards, for rows that are seen more than once.
+
+`headstart capture rows=runs/rows out=runs/features`. A shard holds the rows' tokens end to end with
+the target's states; index.json, written last, says what made them and where each row lies.
+Shapes: B rows, T tokens, D width.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import MISSING
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from headstart import __version__
+from headstart.data.features import make_features
+from headstart.data.rows import check_rows, read_rows, rows_hash
+from headstart.data.template import TokenRow
+from headstart.files import atomic_path, check_free_space, read_json, write_json
+from headstart.heads.base import FeatureBatch
+from headstart.heads.load import TargetConfig, load_target
+from headstart.heads.parts import TargetParts
+from headstart.heads.target import AUX_CONVENTION, Target
+
+log = logging.getLogger(__name__)
+SHARD_ROWS = 256
+BATCH_TOKENS = 4096  # tokens of a capture pass, padding included
+
+
+@dataclass
+class CaptureRun:
+    """`headstart capture`: rows -> feature store."""
+
+    target: TargetConfig = MISSING
+    rows: str = MISSING
+    """Directory of rows, as generate and prepare write it."""
+    out: str = MISSING
+    """Directory that receives the shards and index.json."""
+
+
+def run(config: CaptureRun) -> None:
+    """Load rows and target, and capture (the command's entry)."""
+    rows, meta = read_rows(Path(config.rows))
+    target = load_target(config.target)
+    capture(target, rows, Path(config.out), template_hash=meta.template_hash)
+
+
+def capture_key(target: Target, rows: Sequence[TokenRow], template_hash: str) -> dict[str, Any]:
+    """Return everything that changes the features."""
+    return {
+        "target_fingerprint": target.fingerprint,
+        "template_hash": template_hash,
+        "rows_hash": rows_hash(rows),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "aux_convention": AUX_CONVENTION,
+        "aux_features": [],
+    }
+
+
+def capture(
+    target: Target, rows: Sequence[TokenRow], directory: Path, *, template_hash: str = ""
+) -> None:
+    """Run the target over all rows and store its states; shards already there are kept.
+
+    Rows are stored by length, so that a pass wastes little on padding. Raises ValueError when the
+    disk cannot hold the features, and for token ids outside the target's vocabulary.
+    """
+    check_rows(rows, target.shape.vocab_size)
+    key = capture_key(target, rows, template_hash)
+    ordered = sorted(rows, key=lambda row: (len(row.token_ids), row.row_id))
+    tokens = sum(len(row.token_ids) for row in ordered)
+    size = tokens * (target.shape.hidden_size * target.dtype.itemsize + 21)
+    log.info("capture: %d rows, %d tokens, %.2f GB in %s", len(rows), tokens, size / 1e9, directory)
+    check_free_space(directory, size, f"capture ({tokens} tokens)")
+    directory.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
+    shards = []
+    bar = tqdm(total=tokens, unit="token", unit_scale=True, desc="capture")
+    started = time.perf_counter()
+    for start in range(0, len(ordered), SHARD_ROWS):
+        part = ordered[start : start + SHARD_ROWS]
+        path = directory / f"{name}-{start // SHARD_ROWS:05d}.safetensors"
+        if not path.exists():
+            _write_shard(path, target, part, start, bar)
+        shards.append({"file": path.name, "lengths": [len(row.token_ids) for row in part]})
+    bar.close()
+    target.parts.save(directory / "parts.safetensors")
+    write_json(
+        directory / "index.json",
+        {
+            "headstart_version": __version__,
+            "key": key,
+            "target_name": target.name,
+            "tokens": tokens,
+            "shards": shards,
+            "seconds": round(time.perf_counter() - started, 1),
+        },
+    )
+
+
+def _write_shard(
+    path: Path, target: Target, rows: Sequence[TokenRow], first: int, bar: tqdm
+) -> None:
+    """Capture one shard; batches are runs of rows of like length."""
+    pieces: dict[str, list[Tensor]] = {}
+    for batch in _batches(rows):
+        ids = range(first, first + len(batch))
+        made = make_features(target, batch, ids)
+        for row, length in enumerate(len(r.token_ids) for r in batch):
+            for name, tensor in _stored(made).items():
+                pieces.setdefault(name, []).append(tensor[row, :length].cpu())
+        bar.update(sum(len(r.token_ids) for r in batch))
+    tensors = {name: torch.cat(parts).contiguous() for name, parts in pieces.items()}
+    if not tensors["hidden"].isfinite().all():
+        raise ValueError(f"{path.name}: the target's states are not finite; use another dtype")
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
+
+
+def _batches(rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
+    batches: list[list[TokenRow]] = [[]]
+    for row in rows:  # ascending length: the newest row sets the batch's width
+        if batches[-1] and (len(batches[-1]) + 1) * len(row.token_ids) > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def _stored(batch: FeatureBatch) -> dict[str, Tensor]:
+    return {
+        "tokens": batch.tokens_BT,
+        "loss_mask": batch.loss_mask_BT,
+        "hidden": batch.hidden_BTD,
+        "logsumexp": batch.logsumexp_BT,
+        "argmax": batch.argmax_BT,
+    }
+
+
+class FeatureStore:
+    """A captured store, read through memory maps; it needs no target.
+
+    Raises FileNotFoundError for a store that was never finished, ValueError for a damaged shard.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory = Path(directory)
+        index = read_json(directory / "index.json")
+        self.key, self.target_name = index["key"], index["target_name"]
+        self.parts = TargetParts.load(directory / "parts.safetensors")
+        self.lengths: list[int] = []
+        self._where: list[tuple[int, int]] = []
+        self._shards: list[dict[str, Tensor]] = []
+        for number, shard in enumerate(index["shards"]):
+            tensors = _load_shard(directory / shard["file"])
+            offset = 0
+            for length in shard["lengths"]:
+                self._where.append((number, offset))
+                offset += length
+            if offset != len(tensors["tokens"]):
+                raise ValueError(
+                    f"{directory / shard['file']}: {len(tensors['tokens'])} tokens, the index says "
+                    f"{offset}; delete the store and capture again"
+                )
+            self.lengths += shard["lengths"]
+            self._shards.append(tensors)
+
+    def require(self, key: dict[str, Any]) -> None:
+        """Raise ValueError naming the first field in which the store was made otherwise."""
+        for name, value in key.items():
+            if self.key.get(name) != value:
+                raise ValueError(
+                    f"feature store: made with {name}={self.key.get(name)}, this run has "
+                    f"{name}={value}; capture again"
+                )
+
+    def counts(self, vocab_size: int) -> Tensor:
+        """Return how often each target token is supervised, [V]."""
+        total = torch.zeros(vocab_size, dtype=torch.int64)
+        for shard in self._shards:
+            total += shard["tokens"][shard["loss_mask"]].bincount(minlength=vocab_size)
+        return total
+
+    def batch(self, indices: Sequence[int]) -> FeatureBatch:
+        """Return these rows with their stored features, right-padded to the longest."""
+        columns: dict[str, list[Tensor]] = {}
+        for index in indices:
+            number, offset = self._where[index]
+            for name, tensor in self._shards[number].items():
+                columns.setdefault(name, []).append(tensor[offset : offset + self.lengths[index]])
+        padding = {"argmax": -1}
+        padded = {
+            name: pad_sequence(parts, batch_first=True, padding_value=padding.get(name, 0))
+            for name, parts in columns.items()
+        }
+        positions_T = torch.arange(padded["tokens"].shape[1])
+        lengths_B = torch.tensor([self.lengths[i] for i in indices])
+        return FeatureBatch(
+            padded["tokens"],
+            padded["loss_mask"],
+            positions_T.expand_as(padded["tokens"]),
+            torch.where(positions_T < lengths_B[:, None], 0, -1),
+            torch.tensor(list(indices)),
+            padded["hidden"],
+            padded["logsumexp"],
+            padded["argmax"],
+        )
+
+
+def _load_shard(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such shard; capture again")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged ({error}); delete it and capture again") from error
