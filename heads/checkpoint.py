@@ -5,6 +5,7 @@ them, and so are unknown keys. Nothing in a checkpoint is imported, instantiated
 """
 
 import dataclasses
+import json
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -142,6 +143,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(
             f"{directory}/config.json: unknown keys {sorted(have - keys)}, missing keys "
             f"{sorted(keys - have)}; is this a headstart checkpoint?"
+        )
+    if "${" in json.dumps(config):
+        raise ValueError(
+            f"{directory}/config.json: a value holds '${{', which would be filled in from this "
+            "machine; write the value itself"
         )
     if config["format"] != "headstart" or config["format_version"] != FORMAT_VERSION:
         raise ValueError(

@@ -108,7 +108,7 @@ class EagleHead(DraftHead):
 
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count supervised positions; the regression counts out-of-vocabulary labels too."""
-        token = select(batch, 1, self.config, self.vocab).valid_NK.sum(0).float()
+        token = select(batch, 1, self.config, self.vocab).learned_NK.sum(0).float()
         feature = select(batch, 1, self.config, None).valid_NK.sum(0).float()
         return {self.config.loss: token, "feature_smoothl1": feature}
 
@@ -129,13 +129,9 @@ class EagleHead(DraftHead):
             batch.hidden_BTD[feature.row_N, feature.position_N].float(),
             reduction="none",
         )
-        token = select(batch, 1, self.config, self.vocab)
+        token = select(batch, 1, self.config, self.vocab, all_supervised=not self.training)
         task = Distillation(
-            Teacher.at(batch, token),
-            token.valid_NK,
-            self.draft_readout(parts),
-            self.config,
-            self.vocab,
+            Teacher.at(batch, token), self.draft_readout(parts), self.config, self.vocab
         )
         student_NKD = output_BTD[token.row_N[:, None], token.student_NK]
         numerators, metrics = distill(student_NKD, task, metrics=not self.training)

@@ -21,58 +21,74 @@ class Selection:
     """Teacher positions that at least one depth learns from.
 
     row_N, position_N index [B, T]; student_NK is the student's position (clamped where invalid);
-    valid_NK says which depths count; label_N is the token after the teacher position.
+    label_N is the token after the teacher position. valid_NK says which depths are supervised, and
+    learned_NK which of them the loss counts: the draft vocabulary cannot express the others.
     """
 
     row_N: Tensor
     position_N: Tensor
     student_NK: Tensor
-    valid_NK: Tensor
     label_N: Tensor
+    valid_NK: Tensor
+    learned_NK: Tensor
 
 
 def select(
-    batch: FeatureBatch, depths: int, config: HeadConfig, vocab: DraftVocab | None
+    batch: FeatureBatch,
+    depths: int,
+    config: HeadConfig,
+    vocab: DraftVocab | None,
+    *,
+    all_supervised: bool = False,
 ) -> Selection:
     """Find what is supervised: a position counts when its LABEL is a supervised token.
 
     The student, the teacher and the label must lie in one document. With a draft vocabulary,
-    positions whose label (ce_hard) or best target token (ce_soft under `drop`) is outside do not
-    count.
+    positions whose label (ce_hard) or best target token (ce_soft under `drop`) is outside are not
+    learned; all_supervised keeps them all the same, for metrics that must not leave them out.
     """
     tokens, documents = batch.tokens_BT, batch.document_BT
     length = tokens.shape[1]
     teacher_T = torch.arange(max(0, length - 1), device=tokens.device)
     label_BT, label_document_BT = tokens[:, 1:], documents[:, 1:]
     counts_BT = batch.loss_mask_BT[:, 1:].bool() & (label_document_BT >= 0)
+    inside_BT = torch.ones_like(counts_BT)
     if vocab is not None:
         inside_V = vocab.to(tokens.device).t2d
         if config.loss == "ce_hard":
-            counts_BT = counts_BT & inside_V[label_BT]
+            inside_BT = inside_V[label_BT]
         elif config.out_of_vocab == "drop":
-            counts_BT = counts_BT & inside_V[batch.argmax_BT[:, :-1]]
+            inside_BT = inside_V[batch.argmax_BT[:, :-1]]
+    if not all_supervised:
+        counts_BT = counts_BT & inside_BT
     student_TK = teacher_T[:, None] - 1 - torch.arange(depths, device=tokens.device)
     student_document_BTK = documents[:, student_TK.clamp(min=0)]
     valid_BTK = (student_TK >= 0) & (student_document_BTK == label_document_BT[..., None])
     valid_BTK = valid_BTK & counts_BT[..., None]
     row_N, position_N = valid_BTK.any(-1).nonzero(as_tuple=True)
+    valid_NK = valid_BTK[row_N, position_N]
     return Selection(
         row_N,
         position_N,
         student_TK.clamp(min=0)[position_N],
-        valid_BTK[row_N, position_N],
         label_BT[row_N, position_N],
+        valid_NK,
+        valid_NK & inside_BT[row_N, position_N][:, None],
     )
 
 
 @dataclass
 class Teacher:
-    """The target at the selected positions: states, log-normaliser and best token."""
+    """The target at the selected positions: states, log-normaliser, best token; what counts."""
 
     hidden_ND: Tensor
     logsumexp_N: Tensor
     argmax_N: Tensor
     label_N: Tensor
+    valid_NK: Tensor
+    """Positions and depths that metrics count."""
+    learned_NK: Tensor
+    """Positions and depths that the loss counts."""
 
     @classmethod
     def at(cls, batch: FeatureBatch, selection: Selection) -> "Teacher":
@@ -83,6 +99,8 @@ class Teacher:
             batch.logsumexp_BT[index],
             batch.argmax_BT[index],
             selection.label_N,
+            selection.valid_NK,
+            selection.learned_NK,
         )
 
 
@@ -91,7 +109,6 @@ class Distillation:
     """One distillation: teacher, read-outs, vocabulary and loss kind, ready for `distill`."""
 
     teacher: Teacher
-    weight_NK: Tensor
     readout: ReadOut
     config: HeadConfig
     vocab: DraftVocab | None
@@ -122,7 +139,7 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, own: Tensor, task: Distillation, metrics: bool, sums: dict
     ) -> Tensor:
-        N, K = task.weight_NK.shape
+        N, K = task.teacher.learned_NK.shape
         grad_student = torch.zeros_like(student)
         grad_own = torch.zeros_like(own)
         total = torch.zeros(K, dtype=torch.float32, device=student.device)
@@ -163,8 +180,8 @@ def _chunk_loss(
         logits_NKW = task.readout.post(torch.einsum("nkd,kwd->nkw", student_NKD, own_KWD)).float()
     else:
         logits_NKW = task.readout(student_NKD).float()
-    weight_NK = task.weight_NK[part].float()
     teacher = task.teacher
+    weight_NK = teacher.learned_NK[part].float()
     normaliser_NK = logits_NKW.logsumexp(-1)
     with torch.no_grad():
         teacher_NW = task.readout(teacher.hidden_ND[part].to(student_NKD.dtype)).float()
@@ -193,18 +210,26 @@ def _add_metrics(
     task: Distillation,
     part: slice,
 ) -> None:
-    """Add teacher-forced top-1 agreement, overlap with the raw p, and out-of-vocabulary mass."""
-    valid_NK = task.weight_NK[part].float()
+    """Add top-1 agreement, overlap with the raw p, and what lies outside the draft vocabulary.
+
+    All are teacher-forced. oov_mass is the target's probability outside, oov_argmax the share of
+    positions whose best token is.
+    """
+    valid_NK = task.teacher.valid_NK[part].float()
     raw_NW = (teacher_NW - task.teacher.logsumexp_N[part][:, None]).exp()
-    best_NK = logits_NKW.argmax(-1)
+    best_NK, argmax_N1 = logits_NKW.argmax(-1), task.teacher.argmax_N[part][:, None]
+    outside_argmax_N1 = torch.zeros_like(argmax_N1, dtype=torch.float32)
     if task.vocab is not None:
-        best_NK = task.vocab.to(best_NK.device).ids_W[best_NK]
-    agree_NK = (best_NK == task.teacher.argmax_N[part][:, None]).float()
+        vocab = task.vocab.to(best_NK.device)
+        best_NK = vocab.ids_W[best_NK]
+        outside_argmax_N1 = 1 - vocab.t2d[argmax_N1].float()
+    agree_NK = (best_NK == argmax_N1).float()
     overlap_NK = torch.minimum(logits_NKW.softmax(-1), raw_NW[:, None]).sum(-1)
     outside_N1 = (1 - raw_NW.sum(-1)).clamp(min=0)[:, None]
     for name, value in (
         ("top1_agreement", agree_NK),
         ("alpha_overlap", overlap_NK),
         ("oov_mass", outside_N1),
+        ("oov_argmax", outside_argmax_N1),
     ):
         sums[name] = sums.get(name, 0) + (value * valid_NK).sum(0)

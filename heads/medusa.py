@@ -112,23 +112,25 @@ class MedusaHead(DraftHead):
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count supervised positions a head."""
         picked = select(batch, self.config.num_heads, self.config, self.vocab)
-        return {self.config.loss: picked.valid_NK.sum(0).float()}
+        return {self.config.loss: picked.learned_NK.sum(0).float()}
 
     def forward(
         self, batch: FeatureBatch, parts: TargetParts, generator: torch.Generator | None = None
     ) -> LossSums:
         """Return the loss sums by head."""
-        picked = select(batch, self.config.num_heads, self.config, self.vocab)
+        picked = select(
+            batch,
+            self.config.num_heads,
+            self.config,
+            self.vocab,
+            all_supervised=not self.training,
+        )
         hidden_BTD = batch.hidden_BTD.to(self.heads[0][0].linear.weight.dtype)
         states_BTKD = torch.stack([head(hidden_BTD) for head in self.heads], dim=2)
         depth_K = torch.arange(self.config.num_heads, device=hidden_BTD.device)
         student_NKD = states_BTKD[picked.row_N[:, None], picked.student_NK, depth_K]
         task = Distillation(
-            Teacher.at(batch, picked),
-            picked.valid_NK,
-            self.draft_readout(parts),
-            self.config,
-            self.vocab,
+            Teacher.at(batch, picked), self.draft_readout(parts), self.config, self.vocab
         )
         numerators, metrics = distill(
             student_NKD, task, self.lm_heads_KWD, metrics=not self.training

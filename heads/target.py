@@ -54,8 +54,15 @@ class TargetShape:
 
     @classmethod
     def of(cls, config: Any) -> "TargetShape":
-        """Read the dimensions from a transformers text config."""
-        heads = config.num_attention_heads
+        """Read the dimensions from a transformers text config.
+
+        Raises ValueError for a model without attention: heads take their shape from its layers.
+        """
+        heads = getattr(config, "num_attention_heads", None)
+        if heads is None:
+            raise ValueError(
+                f"{config.model_type} has no attention layers; headstart needs a target with some"
+            )
         return cls(
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
@@ -272,6 +279,8 @@ def _attention_windows(config: Any) -> dict[str, int | None]:
 
 def _rope(config: Any) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {}
+    # Models that mix windows keep one set a layer kind; heads attend fully.
+    rope = rope.get("full_attention", rope)
     return json.loads(json.dumps(dict(rope), default=str))
 
 

@@ -237,11 +237,6 @@ class _Loop:
         for row, values in zip(self.rows, torch.cat(columns, dim=1).tolist(), strict=True):
             path = [node for node in values[:width] if node >= 0]
             tokens = [*values[width + 1 : width + len(path)], values[2 * width]]
-            if tokens[-1] < 0:
-                raise RuntimeError(
-                    f"prompt {row.request.prompt_id}: the target's logits are not finite at token "
-                    f"{len(row.tokens)}"
-                )
             emitted = self._emit(row, tokens)
             drafted, depth, leaf = values[2 * width + 1 :]
             stop = "cut" if emitted < len(tokens) else "leaf" if leaf else "rejected"
@@ -265,6 +260,11 @@ class _Loop:
 
     def _emit(self, row: _Row, tokens: list[int]) -> int:
         """Add tokens up to a stop token or the limit; return how many were kept."""
+        if tokens[-1] < 0:
+            raise RuntimeError(
+                f"prompt {row.request.prompt_id}: the target's logits are not finite at token "
+                f"{len(row.tokens)}"
+            )
         row.root = tokens[-1]
         for count, token in enumerate(tokens, start=1):
             row.tokens.append(token)

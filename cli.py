@@ -1,0 +1,169 @@
+"""The dispatcher: `headstart COMMAND [overrides]`, every command a Hydra application over conf/.
+
+Overrides are composed and validated before Hydra makes a directory, so that a mistyped option is
+one sentence and leaves nothing behind.
+"""
+
+import difflib
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+CONF = "headstart.conf"
+USER_ERRORS = (ValueError, FileNotFoundError, ImportError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the module with its `run`, the class of its config, and a line of help."""
+
+    module: str
+    schema: str
+    help: str
+
+
+COMMANDS = {
+    "prepare": Command("headstart.data.prepare", "PrepareRun", "conversations -> token rows"),
+    "generate": Command(
+        "headstart.data.generate", "GenerateRun", "prompts -> the target's own answers as rows"
+    ),
+    "capture": Command("headstart.data.store", "CaptureRun", "rows -> features on disk"),
+    "train": Command("headstart.train.run", "TrainRun", "rows -> a head checkpoint"),
+    "eval": Command("headstart.eval.run", "EvalRun", "heads + prompts -> figures and a report"),
+    "report": Command("headstart.eval.report_run", "ReportRun", "results -> one leaderboard"),
+    "pipeline": Command(
+        "headstart.pipeline", "PipelineRun", "all of it from one config: experiment=demo"
+    ),
+}
+
+
+def register() -> None:
+    """Add every schema to Hydra's store; entry points and tests call it once."""
+    from headstart.data.source import DataConfig
+    from headstart.eval.engine.sampling import SamplingConfig
+    from headstart.eval.settings import TreeConfig
+    from headstart.heads import eagle, medusa  # noqa: F401  (registers the head families)
+    from headstart.heads.load import RuntimeConfig, TargetConfig
+    from headstart.train.config import TrainConfig
+
+    store = ConfigStore.instance()
+    groups = {
+        "target": TargetConfig,
+        "data": DataConfig,
+        "train": TrainConfig,
+        "tree": TreeConfig,
+        "sampling": SamplingConfig,
+        "runtime": RuntimeConfig,
+    }
+    for group, node in groups.items():
+        store.store(group=group, name=f"base_{group}", node=node)
+    for name, command in COMMANDS.items():
+        schema = getattr(importlib.import_module(command.module), command.schema)
+        store.store(name=f"{name}_schema", node=schema)
+
+
+def main() -> None:
+    """Run the command named first on the command line."""
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        unknown = sys.argv[1:2] if sys.argv[1:2] not in ([], ["--help"], ["-h"]) else []
+        print(usage(*unknown), file=sys.stderr if unknown else sys.stdout)
+        raise SystemExit(2 if unknown or len(sys.argv) < 2 else 0)
+    run_command(sys.argv.pop(1))
+
+
+def usage(unknown: str | None = None) -> str:
+    """Return the help page of the dispatcher."""
+    lines = [f"headstart: no command {unknown!r}"] if unknown else []
+    lines += ["usage: headstart COMMAND [option=value ...]", ""]
+    lines += [f"  {name:<10}{command.help}" for name, command in COMMANDS.items()]
+    lines += ["", "headstart COMMAND --help lists a command's options, --cfg job shows its config."]
+    return "\n".join(lines)
+
+
+def run_command(name: str) -> None:
+    """Compose and check the config, then hand over to Hydra."""
+    register()
+    logging.captureWarnings(True)
+    work = importlib.import_module(COMMANDS[name].module).run
+    if not any(argument.startswith("-") for argument in sys.argv[1:]):
+        _refuse_bad_overrides(name, sys.argv[1:])
+
+    def job(cfg: DictConfig) -> Any:
+        return _run_or_explain(work, cfg)
+
+    hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=name)(job)()
+
+
+def load_config(name: str, overrides: list[str]) -> Any:
+    """Return the validated config object of a command under these overrides."""
+    GlobalHydra.instance().clear()
+    with initialize_config_module(CONF, version_base="1.3"):
+        cfg = compose(name, overrides=overrides)
+    return to_object(cfg)
+
+
+def to_object(cfg: DictConfig) -> Any:
+    """Turn a composed config into its dataclass, naming every option still to be given."""
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is not set: give {' '.join(f'{key}=...' for key in missing)}"
+        )
+    return OmegaConf.to_object(cfg)
+
+
+def _refuse_bad_overrides(name: str, overrides: list[str]) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load_config(name, [o for o in overrides if not o.startswith("hydra.")])
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise SystemExit(f"headstart {name}: {explain(error)}") from None
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def explain(error: BaseException) -> str:
+    """Return one sentence for a configuration error: the key, and what is allowed there."""
+    cause = error.__cause__ or error
+    text = str(error).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if isinstance(error, MissingMandatoryValue):
+        return lines[0]
+    options = [line for line in lines if line.startswith("\t") or line.startswith("'")]
+    detail = [line for line in str(cause).splitlines() if line and "full_key" not in line]
+    sentence = lines[0] if lines else type(error).__name__
+    if detail and detail[0].strip() not in sentence:
+        sentence += f" ({detail[0].strip()})"
+    return sentence + (f" {'; '.join(options)}" if options else "")
+
+
+def _run_or_explain(work: Callable[[Any], Any], cfg: DictConfig) -> Any:
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        return work(to_object(cfg))
+    try:
+        return work(to_object(cfg))
+    except USER_ERRORS as error:
+        logging.getLogger("headstart").debug("failed", exc_info=True)
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """Return " (did you mean X?)" for a near miss."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

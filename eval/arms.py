@@ -1,0 +1,108 @@
+"""Arms of a benchmark: trained heads, each paired with the tree it drafts, ready to decode."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.eval.engine.drafters.base import Drafter
+from headstart.eval.engine.drafters.head import HeadDrafter
+from headstart.eval.engine.sampling import SamplingConfig
+from headstart.eval.result import LOSSLESS_SCHEMES, DrafterInfo
+from headstart.eval.settings import TreeConfig
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import HeadInfo, check_pairing, load_head
+from headstart.heads.target import Target
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One drafter under test."""
+
+    name: str
+    """Name of its table row and of its result directory."""
+    drafter: Drafter
+    info: DrafterInfo
+    is_chain: bool
+    """Every draft is one chain of a fixed length, unless a limit shortens it."""
+    notes: tuple[str, ...] = ()
+    """Warnings that its result must carry."""
+
+
+def head_arms(
+    checkpoints: Sequence[Path],
+    trees: Sequence[TreeConfig],
+    target: Target,
+    sampling: SamplingConfig,
+    *,
+    force: bool,
+) -> list[Arm]:
+    """Load every checkpoint once, in the target's dtype, and pair it with every tree.
+
+    Raises ValueError for a head of another target (unless `force`, which leaves a note in the
+    results), a tree deeper than the head, and no or repeated checkpoints or trees.
+    """
+    if not checkpoints or not trees:
+        raise ValueError(
+            f"eval: {len(checkpoints)} checkpoints with {len(trees)} trees leave nothing to "
+            "measure; give at least one of each"
+        )
+    arms = []
+    for path, label in zip(checkpoints, _labels(checkpoints), strict=True):
+        head, info = load_head(path, dtype=target.dtype)
+        note = check_pairing(path, info, head, target, force=force)
+        head.to(target.device)
+        label = label if info.family in label else f"{info.family}-{label}"
+        notes = (note,) if note else ()
+        for tree in trees:
+            drafter = _head_drafter(head, tree, target, sampling)
+            described = _describe(f"{label}-{tree.name}", path, info, tree, drafter)
+            is_chain = drafter.num_nodes == drafter.shape.max_depth + 1
+            arms.append(Arm(described.name, drafter, described, is_chain, notes))
+    refuse_repeats([arm.name for arm in arms])
+    return arms
+
+
+def _labels(checkpoints: Sequence[Path]) -> list[str]:
+    """Name each checkpoint by the shortest tail of its path that tells it from the others."""
+    parts = [Path(path).absolute().parts[1:] for path in checkpoints]
+    for length in range(1, max(map(len, parts)) + 1):
+        labels = ["-".join(part[-length:]) for part in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    repeated = next(path for path in checkpoints if list(checkpoints).count(path) > 1)
+    raise ValueError(f"checkpoint {repeated} is given twice; drop one")
+
+
+def _head_drafter(
+    head: DraftHead, tree: TreeConfig, target: Target, sampling: SamplingConfig
+) -> HeadDrafter:
+    if tree.children == "sampled" and sampling.temperature == 0:
+        warnings.warn(
+            "tree.children=sampled has no effect with sampling.temperature=0; raise the "
+            "temperature or use top_k",
+            stacklevel=3,
+        )
+    return HeadDrafter(head, target.parts, tree.shape(), sampling=sampling, children=tree.children)
+
+
+def _describe(
+    name: str, path: Path, info: HeadInfo, tree: TreeConfig, drafter: HeadDrafter
+) -> DrafterInfo:
+    return DrafterInfo(
+        name=name,
+        family=info.family,
+        tree=tree.label(),
+        verify_scheme=drafter.scheme,
+        lossless=drafter.scheme in LOSSLESS_SCHEMES,
+        checkpoint=str(path),
+        step=info.step,
+        trained_tokens=info.tokens_seen,
+    )
+
+
+def refuse_repeats(names: Sequence[str]) -> None:
+    """Raise ValueError for two arms of one name: one result would overwrite the other."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two arms are called {name!r}; give their trees or heads other names")

@@ -1,0 +1,48 @@
+"""`headstart eval`: head checkpoints + prompts -> result.json, per-prompt rows and a report."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from headstart.data.template import ChatTemplate
+from headstart.eval.bench import evaluate_heads
+from headstart.eval.engine.sampling import SamplingConfig
+from headstart.eval.settings import EvalConfig, TreeConfig
+from headstart.heads.load import RuntimeConfig, TargetConfig, load_target
+
+
+@dataclass
+class EvalRun:
+    """`headstart eval`: what each head buys, against the same model decoding alone."""
+
+    target: TargetConfig = MISSING
+    checkpoints: list[str] = MISSING
+    """Head checkpoint directories, measured against one plain arm."""
+    tree: TreeConfig = MISSING
+    sampling: SamplingConfig = MISSING
+    runtime: RuntimeConfig = MISSING
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    out: str = MISSING
+    """Directory that receives one directory of results a head, and report.md."""
+
+
+def run(config: EvalRun) -> None:
+    """Measure the heads (the command's entry)."""
+    missing = [c for c in config.checkpoints if not (Path(c) / "config.json").is_file()]
+    if missing or not config.checkpoints:
+        raise FileNotFoundError(
+            f"checkpoints={config.checkpoints}: no head checkpoint at {missing or 'all'}; "
+            "give directories that hold config.json and model.safetensors"
+        )
+    target = load_target(config.target)
+    evaluate_heads(
+        target,
+        ChatTemplate(target.tokenizer),
+        [Path(c) for c in config.checkpoints],
+        [config.tree],
+        sampling=config.sampling,
+        config=config.eval,
+        out=Path(config.out),
+        run_config=asdict(config),
+    )

@@ -1,0 +1,18 @@
+"""Fixtures that many tests share; the builders are in models.py."""
+
+import pytest
+from models import target_of, tiny_model
+
+from headstart.heads.target import Target
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Target:
+    """TINY, wrapped: frozen, so one serves all tests."""
+    return target_of(tiny_model())
+
+
+@pytest.fixture(scope="session")
+def tied() -> Target:
+    """TINY-TIED, wrapped."""
+    return target_of(tiny_model(tied=True), name="tiny-tied")

@@ -1,0 +1,93 @@
+"""How a head is trained."""
+
+from dataclasses import dataclass, field
+
+PRECISIONS = {"bf16": "bf16", "fp32": "no"}
+
+
+@dataclass
+class TrainConfig:
+    """Optimisation, budget and what happens along the way."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW moment decays."""
+    warmup: float = 0.05
+    """Fraction of the run in which the rate rises linearly."""
+    decay: float = 0.3
+    """Fraction at the end in which the rate falls linearly to zero; between, it is constant."""
+    clip: float = 1.0
+    """Largest global gradient norm."""
+    batch_rows: int = 8
+    """Rows a micro-batch."""
+    accumulation: int = 1
+    """Micro-batches an optimizer step."""
+    max_steps: int | None = 1000
+    """Optimizer steps; null when only time bounds the run."""
+    max_seconds: float | None = None
+    """Seconds of training, evaluation and saving not counted; null when only steps bound it."""
+    precision: str = "bf16"
+    """bf16: autocast over fp32 master weights; fp32: everything in fp32."""
+    features: str = "captured"
+    """captured: the target runs once over all rows; online: in every step."""
+    eval_every: int = 0
+    """Optimizer steps between held-out evaluations; 0 evaluates at the end only."""
+    eval_rows: int = 64
+    """Held-out rows of the held-out loss."""
+    eval_prompts: int = 4
+    """Held-out prompts decoded by the real verifier for tau; 0 skips it."""
+    eval_new_tokens: int = 48
+    """Tokens decoded a prompt."""
+    save_every: int = 0
+    """Optimizer steps between checkpoints; 0 saves at the end (and when interrupted)."""
+    log_every: int = 10
+    """Optimizer steps between lines of metrics.jsonl."""
+    seed: int = 0
+    """Seed of initial weights, order of rows and noise."""
+    init_from: str | None = None
+    """Head checkpoint whose weights and draft vocabulary the run starts from."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "lr", "clip", "batch_rows", "accumulation", "log_every", "eval_rows")
+        _not_negative(
+            self, "weight_decay", "eval_every", "save_every", "eval_prompts", "warmup", "decay"
+        )
+        if self.warmup + self.decay > 1:
+            raise ValueError(
+                f"train.warmup={self.warmup} and train.decay={self.decay} add up to more than 1; "
+                "lower one"
+            )
+        if self.max_steps is None and self.max_seconds is None:
+            raise ValueError("train.max_steps=null and train.max_seconds=null: set one of them")
+        for name in ("max_steps", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"train.{name}={value}: need more than 0")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"train.precision={self.precision}: expected bf16 or fp32")
+        if self.features not in ("captured", "online"):
+            raise ValueError(f"train.features={self.features}: expected captured or online")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={self.betas}: expected two numbers in [0, 1)")
+
+
+def _positive(config: TrainConfig, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"train.{name}={getattr(config, name)}: need more than 0")
+
+
+def _not_negative(config: TrainConfig, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"train.{name}={getattr(config, name)}: need 0 or more")
+
+
+def rate(progress: float, config: TrainConfig) -> float:
+    """Return the learning rate at `progress` in [0, 1]: warm-up, stable, linear decay to zero."""
+    rising = 1.0 if config.warmup == 0 else min(1.0, progress / config.warmup)
+    falling = 1.0 if config.decay == 0 else min(1.0, (1 - progress) / config.decay)
+    return config.lr * max(0.0, min(rising, falling))

@@ -1,0 +1,224 @@
+"""`headstart train`: rows -> a head checkpoint, in one screen."""
+
+import logging
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from omegaconf import MISSING
+
+from headstart.data.features import FeatureSource, OnlineFeatures
+from headstart.data.rows import RowsMeta, check_rows, read_rows, rows_hash
+from headstart.data.store import FeatureStore, capture, capture_key
+from headstart.data.template import ChatTemplate, TokenRow
+from headstart.eval.bench import quick_tau
+from headstart.eval.engine.decode import Request
+from headstart.eval.engine.drafters.head import HeadDrafter
+from headstart.eval.engine.sampling import SamplingConfig
+from headstart.eval.settings import TreeConfig
+from headstart.heads.base import DraftHead, HeadConfig, build_head
+from headstart.heads.checkpoint import check_pairing, info_for, load_head, save_head
+from headstart.heads.load import TargetConfig, load_target
+from headstart.heads.target import Target
+from headstart.heads.vocab import DraftVocab
+from headstart.train.config import PRECISIONS, TrainConfig
+from headstart.train.loop import Hooks, Progress, heldout_figures, train_head
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainRun:
+    """`headstart train`: token rows -> a trained head."""
+
+    target: TargetConfig = MISSING
+    head: HeadConfig = MISSING
+    train: TrainConfig = field(default_factory=TrainConfig)
+    tree: TreeConfig = MISSING
+    """Draft used when tau is measured along the way."""
+    rows: str = MISSING
+    """Training rows, as generate or prepare wrote them."""
+    heldout_rows: str | None = None
+    """Rows of other prompts for the held-out loss and tau; null holds out none."""
+    features: str | None = None
+    """Directory of captured features; null puts them beside the rows."""
+    out: str = MISSING
+    """Directory that receives the head checkpoint and metrics.jsonl."""
+
+
+def run(config: TrainRun) -> None:
+    """Load the target and train (the command's entry)."""
+    train(load_target(config.target), config)
+
+
+def train(target: Target, config: TrainRun) -> Progress:
+    """Train one head: target, rows, head, features, loop."""
+    set_seed(config.train.seed)
+    accelerator = Accelerator(
+        mixed_precision=PRECISIONS[config.train.precision], cpu=target.device.type == "cpu"
+    )
+    rows, meta = load_rows(config.rows, target)
+    heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
+    vocab = draft_vocab(rows, config.head.draft_vocab_size, target)
+    head = new_head(config, target, vocab)
+    source = feature_source(target, rows, config, meta.template_hash)
+    evaluate = _Evaluation(target, config, heldout, accelerator)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").unlink(missing_ok=True)
+    log.info(
+        "training %s: %.2f M parameters on %d rows, %d tokens",
+        config.head.__class__.__name__,
+        sum(p.numel() for p in head.parameters()) / 1e6,
+        len(rows),
+        sum(source.lengths),
+    )
+    trained_on = {"rows": len(rows), "tokens": sum(source.lengths), "rows_hash": rows_hash(rows)}
+
+    def save(trained: DraftHead, progress: Progress) -> None:
+        info = info_for(
+            trained,
+            target.name,
+            target.fingerprint,
+            template_hash=meta.template_hash,
+            step=progress.step,
+            tokens_seen=progress.tokens,
+            trained_on=trained_on | {"seconds": round(progress.seconds, 1)},
+        )
+        save_head(out / "head", trained, info)
+
+    return train_head(
+        head.to(accelerator.device),
+        source,
+        config.train,
+        accelerator=accelerator,
+        hooks=Hooks(evaluate, save),
+        metrics_path=out / "metrics.jsonl",
+    )
+
+
+def load_rows(directory: str, target: Target) -> tuple[list[TokenRow], RowsMeta]:
+    """Read rows and refuse those of another tokenizer or chat template."""
+    rows, meta = read_rows(Path(directory))
+    check_rows(rows, target.shape.vocab_size)
+    if target.tokenizer is not None:
+        template = ChatTemplate(target.tokenizer).hash
+        if meta.template_hash != template:
+            raise ValueError(
+                f"{directory}: rendered with chat template {meta.template_hash}, the target has "
+                f"{template}; make the rows again"
+            )
+    if meta.target_fingerprint != target.fingerprint:
+        warnings.warn(
+            f"{directory}: rows made for target {meta.target_fingerprint}, training for "
+            f"{target.fingerprint}: the answers are not this target's own",
+            stacklevel=2,
+        )
+    return rows, meta
+
+
+def draft_vocab(rows: list[TokenRow], size: int | None, target: Target) -> DraftVocab | None:
+    """Pick the draft vocabulary from the supervised tokens of the training rows."""
+    if size is None:
+        return None
+    counts_V = torch.zeros(target.shape.vocab_size, dtype=torch.int64)
+    for row in rows:
+        ids = torch.tensor(row.token_ids)[torch.tensor(row.loss_mask).bool()]
+        counts_V += ids.bincount(minlength=len(counts_V))
+    vocab = DraftVocab.from_counts(counts_V, size, forced=target.stop_ids)
+    covered = counts_V[vocab.ids_W].sum().item() / max(1, counts_V.sum().item())
+    fillers = int((counts_V[vocab.ids_W] == 0).sum())
+    log.info(
+        "draft vocabulary: %d of %d tokens cover %.2f %% of the answers (%d fillers)",
+        size,
+        len(counts_V),
+        100 * covered,
+        fillers,
+    )
+    return vocab
+
+
+def new_head(config: TrainRun, target: Target, vocab: DraftVocab | None) -> DraftHead:
+    """Make the head, its weights fresh or from `train.init_from` (then with that vocabulary)."""
+    if config.train.init_from is None:
+        head = build_head(config.head, target.shape, vocab)
+        head.initialise(target.parts)
+        return head
+    path = Path(config.train.init_from)
+    head, info = load_head(path)
+    check_pairing(path, info, head, target, force=False)
+    if head.config != config.head:
+        changed = [k for k, v in vars(head.config).items() if getattr(config.head, k, None) != v]
+        raise ValueError(
+            f"train.init_from={path}: its head differs in {', '.join(changed) or 'family'}; "
+            "use the same head options"
+        )
+    return head.requires_grad_(True).train()
+
+
+def feature_source(
+    target: Target, rows: list[TokenRow], config: TrainRun, template_hash: str
+) -> FeatureSource:
+    """Return stored features (captured now if they are not there yet) or the target online."""
+    if config.train.features == "online":
+        return OnlineFeatures(target, rows)
+    directory = Path(config.features or f"{config.rows}-features")
+    if (directory / "index.json").exists():
+        log.info("features: %s is there already", directory)
+    else:
+        capture(target, rows, directory, template_hash=template_hash)
+    store = FeatureStore(directory)
+    store.require(capture_key(target, rows, template_hash))
+    return store
+
+
+class _Evaluation:
+    """Held-out loss and the real verifier's tau, on the head as it will be served."""
+
+    def __init__(
+        self,
+        target: Target,
+        config: TrainRun,
+        heldout: list[TokenRow],
+        accelerator: Accelerator,
+    ) -> None:
+        self.target, self.config, self.accelerator = target, config, accelerator
+        settings = config.train
+        self.source = OnlineFeatures(target, heldout[: settings.eval_rows]) if heldout else None
+        self.requests = [
+            _prompt_of(row, settings.eval_new_tokens) for row in heldout[: settings.eval_prompts]
+        ]
+        if not heldout and (settings.eval_every or settings.eval_prompts):
+            log.info("no heldout_rows: no held-out loss and no tau along the way")
+
+    def __call__(self, head: DraftHead) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        if self.source is not None:
+            figures |= heldout_figures(
+                head, self.source, self.config.train.batch_rows, self.accelerator
+            )
+        if self.requests:
+            figures["heldout/tau_with_bonus_micro"] = self._tau(head)
+        return figures
+
+    def _tau(self, head: DraftHead) -> float:
+        served = build_head(head.config, head.shape, head.vocab)
+        served.load_state_dict(head.state_dict())
+        served = served.to(self.target.device, self.target.dtype).eval().requires_grad_(False)
+        greedy = SamplingConfig()
+        drafter = HeadDrafter(served, self.target.parts, self.config.tree.shape(), sampling=greedy)
+        return quick_tau(
+            self.target,
+            drafter,
+            self.requests,
+            sampling=greedy,
+            stop_ids=self.target.stop_ids,
+        )
+
+
+def _prompt_of(row: TokenRow, max_new_tokens: int) -> Request:
+    first = row.loss_mask.index(1)
+    return Request(row.row_id, tuple(row.token_ids[:first]), max_new_tokens)
