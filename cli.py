@@ -11,16 +11,16 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 CONF = "headstart.conf"
 USER_ERRORS = (ValueError, FileNotFoundError, ImportError, RuntimeError)
@@ -117,12 +117,25 @@ def load_config(name: str, overrides: list[str]) -> Any:
 
 def to_object(cfg: DictConfig) -> Any:
     """Turn a composed config into its dataclass, naming every option still to be given."""
+    _refuse_added_keys(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ValueError(
             f"{missing[0]} is not set: give {' '.join(f'{key}=...' for key in missing)}"
         )
     return OmegaConf.to_object(cfg)
+
+
+def _refuse_added_keys(cfg: DictConfig, path: str = "") -> None:
+    """Refuse keys that `+key=value` added to a config that has no such field."""
+    kind = OmegaConf.get_type(cfg)
+    known = {f.name for f in fields(kind)} if is_dataclass(kind) else None
+    for key in cfg:
+        if known is not None and key not in known:
+            raise ValueError(f"{path}{key}: no such option{suggestion(str(key), sorted(known))}")
+        node = None if OmegaConf.is_missing(cfg, key) else cfg[key]
+        if isinstance(node, DictConfig):
+            _refuse_added_keys(node, f"{path}{key}.")
 
 
 def _refuse_bad_overrides(name: str, overrides: list[str]) -> None:
@@ -138,17 +151,20 @@ def _refuse_bad_overrides(name: str, overrides: list[str]) -> None:
 
 def explain(error: BaseException) -> str:
     """Return one sentence for a configuration error: the key, and what is allowed there."""
+    if isinstance(error, MissingConfigException):
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        known = sorted(o for o in error.options or () if not o.startswith("base_"))
+        near = suggestion(option, known)
+        return f"{group}={option}: no such option{near}; expected one of {', '.join(known)}"
     cause = error.__cause__ or error
-    text = str(error).strip()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if isinstance(error, MissingMandatoryValue):
-        return lines[0]
-    options = [line for line in lines if line.startswith("\t") or line.startswith("'")]
-    detail = [line for line in str(cause).splitlines() if line and "full_key" not in line]
-    sentence = lines[0] if lines else type(error).__name__
-    if detail and detail[0].strip() not in sentence:
-        sentence += f" ({detail[0].strip()})"
-    return sentence + (f" {'; '.join(options)}" if options else "")
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    kind = getattr(cause, "object_type", None)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and is_dataclass(kind):
+        known = sorted(f.name for f in fields(kind))
+        near = suggestion(str(cause.key), known)
+        return f"{cause.full_key}: no such option{near}; expected one of {', '.join(known)}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return first if lines and lines[0] in first else f"{first}: {lines[0]}"
 
 
 def _run_or_explain(work: Callable[[Any], Any], cfg: DictConfig) -> Any:

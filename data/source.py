@@ -32,8 +32,8 @@ class DataConfig:
             raise ValueError(f"data.max_length={self.max_length}: need at least 2 tokens")
         if self.path is None and (self.split == "all" or self.num_prompts is None):
             raise ValueError(
-                "data.path=null: the built-in generator needs data.num_prompts and data.split=train "
-                "or heldout"
+                "data.path is not set: give data=jsonl data.path=FILE, or data=synthetic with "
+                "data.num_prompts and data.split=train or heldout"
             )
 
 

@@ -36,6 +36,7 @@ def head_arms(
     sampling: SamplingConfig,
     *,
     force: bool,
+    template_hash: str = "",
 ) -> list[Arm]:
     """Load every checkpoint once, in the target's dtype, and pair it with every tree.
 
@@ -53,7 +54,7 @@ def head_arms(
         note = check_pairing(path, info, head, target, force=force)
         head.to(target.device)
         label = label if info.family in label else f"{info.family}-{label}"
-        notes = (note,) if note else ()
+        notes = tuple(n for n in (note, _other_template(path, info, template_hash)) if n)
         for tree in trees:
             drafter = _head_drafter(head, tree, target, sampling)
             described = _describe(f"{label}-{tree.name}", path, info, tree, drafter)
@@ -63,9 +64,20 @@ def head_arms(
     return arms
 
 
+def _other_template(path: Path, info: HeadInfo, template_hash: str) -> str:
+    if template_hash in ("", info.template_hash):
+        return ""
+    return (
+        f"{path}: trained on chat template {info.template_hash or 'unknown'}, measured on "
+        f"{template_hash}: acceptance suffers"
+    )
+
+
 def _labels(checkpoints: Sequence[Path]) -> list[str]:
     """Name each checkpoint by the shortest tail of its path that tells it from the others."""
     parts = [Path(path).absolute().parts[1:] for path in checkpoints]
+    # `headstart train` writes OUT/head: OUT is the name worth showing.
+    parts = [part[:-1] if part[-1] == "head" and len(part) > 1 else part for part in parts]
     for length in range(1, max(map(len, parts)) + 1):
         labels = ["-".join(part[-length:]) for part in parts]
         if len(set(labels)) == len(labels):

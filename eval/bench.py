@@ -68,7 +68,14 @@ def evaluate_heads(
     decoding, for heads, trees or prompts that do not fit the target.
     """
     suite = load_suite(config, template)
-    arms = head_arms(checkpoints, trees, target, sampling, force=config.force_pairing)
+    arms = head_arms(
+        checkpoints,
+        trees,
+        target,
+        sampling,
+        force=config.force_pairing,
+        template_hash=template.hash,
+    )
     seeds = [config.seed, sampling.seed]
     outcomes = benchmark(
         target,
@@ -109,7 +116,7 @@ def benchmark(
     drafters = [NoDrafter(target.device), *(arm.drafter for arm in arms)]
     runner.warm_up(drafters, suite.requests, config.warmup_prompts)
     plain, *drafted = runner.timed(drafters, suite.requests, config.repeats)
-    blank = SamplingInfo(
+    sampled = SamplingInfo(
         sampling.temperature,
         sampling.top_p,
         sampling.top_k,
@@ -118,7 +125,7 @@ def benchmark(
     )
     outcomes = []
     for arm, done in zip(arms, drafted, strict=True):
-        result = _result(target, arm, suite, plain, done, config, blank, provenance)
+        result = _result(target, arm, suite, plain, done, config, sampled, provenance)
         rows = [
             prompt_row(one, other, suite.categories[one.prompt_id])
             for one, other in zip(done, plain, strict=True)

@@ -43,8 +43,9 @@ class Rotary(nn.Module):
         )
         rotary = LlamaRotaryEmbedding(config)
         self.scaling = float(rotary.attention_scaling)
-        # Not a buffer: head.to(bfloat16) would round it, and position 257 would become 256.
-        self._frequencies = rotary.inv_freq.float()
+        # Not a buffer: head.to(bfloat16) would round it, and position 257 would become 256. The
+        # clone matters: assigning transformers' own tensor registers it as a buffer here too.
+        self._frequencies = rotary.inv_freq.float().clone()
 
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [B, 1, T, d] in `dtype`."""

@@ -70,9 +70,10 @@ def variant_model(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     attention = options.pop("attn_implementation", "sdpa")
     config_class = getattr(transformers, f"{kind}Config")
     model_class = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
-    model = seeded(seed, lambda: model_class._from_config(
-        config_class(**options), attn_implementation=attention
-    ))
+    model = seeded(
+        seed,
+        lambda: model_class._from_config(config_class(**options), attn_implementation=attention),
+    )
     generator = torch.Generator().manual_seed(seed)
     zero_centred = name.startswith("gemma")
     low, high = (-0.5, 1.0) if zero_centred else (0.5, 2.0)
@@ -192,7 +193,7 @@ def make_head(
         generator = torch.Generator().manual_seed(seed)
         for name, weight in head.named_parameters():
             mean = 1.0 if "norm" in name else 0.0
-            weight.data.normal_(mean, 0.2, generator=generator)
+            weight.data.normal_(mean, 0.1, generator=generator)
     return head.to(target.dtype).eval()
 
 

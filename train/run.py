@@ -104,13 +104,12 @@ def load_rows(directory: str, target: Target) -> tuple[list[TokenRow], RowsMeta]
     """Read rows and refuse those of another tokenizer or chat template."""
     rows, meta = read_rows(Path(directory))
     check_rows(rows, target.shape.vocab_size)
-    if target.tokenizer is not None:
-        template = ChatTemplate(target.tokenizer).hash
-        if meta.template_hash != template:
-            raise ValueError(
-                f"{directory}: rendered with chat template {meta.template_hash}, the target has "
-                f"{template}; make the rows again"
-            )
+    template = ChatTemplate(target.tokenizer).hash
+    if meta.template_hash != template:
+        raise ValueError(
+            f"{directory}: rendered with chat template {meta.template_hash}, the target has "
+            f"{template}; make the rows again"
+        )
     if meta.target_fingerprint != target.fingerprint:
         warnings.warn(
             f"{directory}: rows made for target {meta.target_fingerprint}, training for "
@@ -186,10 +185,13 @@ class _Evaluation:
         accelerator: Accelerator,
     ) -> None:
         self.target, self.config, self.accelerator = target, config, accelerator
+        self.stop_ids = ChatTemplate(target.tokenizer).stop_ids(target.stop_ids)
         settings = config.train
-        self.source = OnlineFeatures(target, heldout[: settings.eval_rows]) if heldout else None
+        spread = _spread(heldout, settings.eval_rows)
+        self.source = OnlineFeatures(target, spread) if heldout else None
         self.requests = [
-            _prompt_of(row, settings.eval_new_tokens) for row in heldout[: settings.eval_prompts]
+            _prompt_of(row, settings.eval_new_tokens)
+            for row in _spread(heldout, settings.eval_prompts)
         ]
         if not heldout and (settings.eval_every or settings.eval_prompts):
             log.info("no heldout_rows: no held-out loss and no tau along the way")
@@ -215,8 +217,14 @@ class _Evaluation:
             drafter,
             self.requests,
             sampling=greedy,
-            stop_ids=self.target.stop_ids,
+            stop_ids=self.stop_ids,
         )
+
+
+def _spread(rows: list[TokenRow], count: int) -> list[TokenRow]:
+    """Take `count` rows evenly over all of them: they are sorted by id, so by family."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def _prompt_of(row: TokenRow, max_new_tokens: int) -> Request:
