@@ -18,7 +18,9 @@ import hydra
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -102,6 +104,9 @@ def run_command(name: str) -> None:
         _refuse_bad_overrides(name, sys.argv[1:])
 
     def job(cfg: DictConfig) -> Any:
+        hydra_config = HydraConfig.get()
+        if hydra_config.mode == RunMode.MULTIRUN:  # else the jobs would write over one another
+            cfg.out = hydra_config.runtime.output_dir
         return _run_or_explain(work, cfg)
 
     hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=name)(job)()

@@ -75,6 +75,7 @@ class Step:
 
 def run(config: PipelineRun) -> None:
     """Run every step that is not there yet (the command's entry)."""
+    config.runtime.apply()
     target = load_target(config.target)
     steps = plan(target, config, measure_rates(target, config.generate.batch_size))
     _announce(steps)
@@ -117,15 +118,16 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
             )
         )
     rows_settings = steps[0].settings
-    steps.append(
-        Step(
-            "capture features",
-            out / "features",
-            rows_settings,
-            1.6 * answer_tokens / rates["capture"],
-            lambda: _capture(target, out),
+    if config.train.features == "captured":
+        steps.append(
+            Step(
+                "capture features",
+                out / "features",
+                rows_settings,
+                1.6 * answer_tokens / rates["capture"],
+                lambda: _capture(target, out),
+            )
         )
-    )
     for name, head in config.heads.items():
         steps.append(_train_step(target, config, name, head, rows_settings, rates))
     steps.append(
@@ -133,7 +135,9 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
             "evaluate",
             out / "eval",
             {step.name: step.settings for step in steps if step.name.startswith("train ")}
-            | _flat(sampling=config.sampling, eval=config.eval, trees=config.trees),
+            | _flat(sampling=config.sampling, eval=config.eval, trees=config.trees)
+            | _flat(runtime=config.runtime)
+            | {"device": str(target.device), "attention": config.target.attention},
             config.eval.repeats
             * config.eval.num_prompts
             * config.eval.max_new_tokens
@@ -170,7 +174,7 @@ def _train_step(
         tree=next(iter(config.trees.values())),
         rows=str(out / "rows"),
         heldout_rows=str(out / "heldout"),
-        features=str(out / "features"),
+        features=str(out / "features") if config.train.features == "captured" else None,
         out=str(out / name),
     )
     seconds = config.train.max_seconds
@@ -179,20 +183,26 @@ def _train_step(
     return Step(
         f"train {name}",
         out / name,
-        rows_settings | _flat(head=head, train=config.train, tree=job.tree),
+        rows_settings
+        | _flat(head=head, train=config.train, tree=job.tree)
+        | {"heldout_prompts": config.heldout_prompts},
         seconds + 15,
         lambda: train(target, job),
     )
+
+
+def changed_settings(step: Step) -> list[str]:
+    """Return the names of the settings in which a finished result differs from what is asked."""
+    have = read_json(step.directory / FINISHED)["settings"]
+    names = sorted({*have, *step.settings})
+    return [name for name in names if have.get(name) != step.settings.get(name)]
 
 
 def run_step(step: Step) -> None:
     """Make a step's result unless it is there with the same settings; say which and why."""
     marker = step.directory / FINISHED
     if marker.exists():
-        have = read_json(marker)["settings"]
-        changed = [
-            k for k in sorted({*have, *step.settings}) if have.get(k) != step.settings.get(k)
-        ]
+        changed = changed_settings(step)
         if not changed:
             log.info("%s: reused %s (same settings)", step.name, step.directory)
             return
@@ -263,12 +273,12 @@ def _announce(steps: list[Step]) -> None:
     table.add_column("step")
     table.add_column("about", justify="right")
     table.add_column("result")
+    total = 0.0
     for step in steps:
-        known = (step.directory / FINISHED).exists()
-        table.add_row(
-            step.name, "there already" if known else _minutes(step.estimate), str(step.directory)
-        )
-    total = sum(s.estimate for s in steps if not (s.directory / FINISHED).exists())
+        known = (step.directory / FINISHED).exists() and not changed_settings(step)
+        total += 0.0 if known else step.estimate
+        about = "there already" if known else _minutes(step.estimate)
+        table.add_row(step.name, about, str(step.directory))
     table.add_row("together", _minutes(total), "")
     Console().print(table)
 

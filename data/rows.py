@@ -101,10 +101,10 @@ def rows_hash(rows: Iterable[TokenRow]) -> str:
 def check_rows(rows: Iterable[TokenRow], vocab_size: int) -> None:
     """Raise ValueError naming the first row with a token id outside the target's vocabulary."""
     for row in rows:
-        worst = max(row.token_ids)
-        if worst >= vocab_size or min(row.token_ids) < 0:
+        bad = next((token for token in row.token_ids if not 0 <= token < vocab_size), None)
+        if bad is not None:
             raise ValueError(
-                f"row {row.row_id}: token id {worst} outside the target's vocabulary of "
+                f"row {row.row_id}: token id {bad} outside the target's vocabulary of "
                 f"{vocab_size}; make the rows with this target's tokenizer"
             )
 

@@ -78,21 +78,19 @@ def capture(
     check_rows(rows, target.shape.vocab_size)
     key = capture_key(target, rows, template_hash)
     ordered = sorted(rows, key=lambda row: (len(row.token_ids), row.row_id))
-    tokens = sum(len(row.token_ids) for row in ordered)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
+    parts = [ordered[i : i + SHARD_ROWS] for i in range(0, len(ordered), SHARD_ROWS)]
+    shards = {directory / f"{name}-{n:05d}.safetensors": part for n, part in enumerate(parts)}
+    missing = {path: part for path, part in shards.items() if not path.exists()}
+    tokens = sum(_tokens(part) for part in missing.values())
     size = tokens * (target.shape.hidden_size * target.dtype.itemsize + 21)
     log.info("capture: %d rows, %d tokens, %.2f GB in %s", len(rows), tokens, size / 1e9, directory)
     check_free_space(directory, size, f"capture ({tokens} tokens)")
     directory.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
-    shards = []
     bar = tqdm(total=tokens, unit="token", unit_scale=True, desc="capture")
     started = time.perf_counter()
-    for start in range(0, len(ordered), SHARD_ROWS):
-        part = ordered[start : start + SHARD_ROWS]
-        path = directory / f"{name}-{start // SHARD_ROWS:05d}.safetensors"
-        if not path.exists():
-            _write_shard(path, target, part, start, bar)
-        shards.append({"file": path.name, "lengths": [len(row.token_ids) for row in part]})
+    for path, part in missing.items():
+        _write_shard(path, target, part, bar)
     bar.close()
     target.parts.save(directory / "parts.safetensors")
     write_json(
@@ -101,25 +99,29 @@ def capture(
             "headstart_version": __version__,
             "key": key,
             "target_name": target.name,
-            "tokens": tokens,
-            "shards": shards,
+            "tokens": _tokens(rows),
+            "shards": [
+                {"file": path.name, "lengths": [len(row.token_ids) for row in part]}
+                for path, part in shards.items()
+            ],
             "seconds": round(time.perf_counter() - started, 1),
         },
     )
 
 
-def _write_shard(
-    path: Path, target: Target, rows: Sequence[TokenRow], first: int, bar: tqdm
-) -> None:
+def _tokens(rows: Sequence[TokenRow]) -> int:
+    return sum(len(row.token_ids) for row in rows)
+
+
+def _write_shard(path: Path, target: Target, rows: Sequence[TokenRow], bar: tqdm) -> None:
     """Capture one shard; batches are runs of rows of like length."""
     pieces: dict[str, list[Tensor]] = {}
     for batch in _batches(rows):
-        ids = range(first, first + len(batch))
-        made = make_features(target, batch, ids)
+        made = make_features(target, batch, range(len(batch)))
         for row, length in enumerate(len(r.token_ids) for r in batch):
             for name, tensor in _stored(made).items():
                 pieces.setdefault(name, []).append(tensor[row, :length].cpu())
-        bar.update(sum(len(r.token_ids) for r in batch))
+        bar.update(_tokens(batch))
     tensors = {name: torch.cat(parts).contiguous() for name, parts in pieces.items()}
     if not tensors["hidden"].isfinite().all():
         raise ValueError(f"{path.name}: the target's states are not finite; use another dtype")
@@ -159,6 +161,7 @@ class FeatureStore:
         self.parts = TargetParts.load(directory / "parts.safetensors")
         self.lengths: list[int] = []
         self._where: list[tuple[int, int]] = []
+        self._files = [shard["file"] for shard in index["shards"]]
         self._shards: list[dict[str, Tensor]] = []
         for number, shard in enumerate(index["shards"]):
             tensors = _load_shard(directory / shard["file"])
@@ -197,6 +200,11 @@ class FeatureStore:
             number, offset = self._where[index]
             for name, tensor in self._shards[number].items():
                 columns.setdefault(name, []).append(tensor[offset : offset + self.lengths[index]])
+            if not columns["hidden"][-1].isfinite().all():
+                raise ValueError(
+                    f"{self._files[number]}: the states of row {index} are not finite; "
+                    "delete the shard and capture again"
+                )
         padding = {"argmax": -1}
         padded = {
             name: pad_sequence(parts, batch_first=True, padding_value=padding.get(name, 0))

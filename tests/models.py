@@ -64,7 +64,7 @@ def seeded(seed: int, make: Callable[[], nn.Module]) -> Any:
 
 
 def variant_model(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """Build a tiny random model of one of VARIANTS, its norm weights random as well."""
+    """Build a tiny random model of one of VARIANTS, its norm weights and biases random as well."""
     options = {**DIMENSIONS, **VARIANTS[name], **config}
     kind = options.pop("kind", name.capitalize())
     attention = options.pop("attn_implementation", "sdpa")
@@ -80,6 +80,8 @@ def variant_model(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     for parameter_name, weight in model.named_parameters():
         if "norm" in parameter_name and parameter_name.endswith("weight"):
             weight.data.uniform_(low, high, generator=generator)
+        elif parameter_name.endswith("bias"):
+            weight.data.normal_(0, 0.2, generator=generator)
     return model.eval()
 
 

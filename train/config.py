@@ -51,7 +51,8 @@ class TrainConfig:
     """Head checkpoint whose weights and draft vocabulary the run starts from."""
 
     def __post_init__(self) -> None:
-        _positive(self, "lr", "clip", "batch_rows", "accumulation", "log_every", "eval_rows")
+        _positive(self, "lr", "clip", "batch_rows", "accumulation", "log_every")
+        _positive(self, "eval_rows", "eval_new_tokens")
         _not_negative(
             self, "weight_decay", "eval_every", "save_every", "eval_prompts", "warmup", "decay"
         )

@@ -87,14 +87,14 @@ def train_head(
             start = time.perf_counter()
             epoch, window = next(windows)
             batches = [source.batch(rows).to(accelerator.device) for rows in window]
-            loaded = time.perf_counter()
+            loaded, lr = time.perf_counter(), rate(progress.fraction(config), config)
             loss, norm = train_step(
                 head,
                 batches,
                 parts,
                 optimizer,
                 accelerator,
-                lr=rate(progress.fraction(config), config),
+                lr=lr,
                 clip=config.clip,
                 generator=generator,
             )
@@ -105,11 +105,15 @@ def train_head(
                     "lower train.lr"
                 )
             _count(progress, epoch, batches, start, loaded)
-            _report(progress, config, loss, norm, metrics_path, bar)
-            if config.eval_every and progress.step % config.eval_every == 0:
-                _evaluate(head, hooks, progress, metrics_path, accelerator)
+            _report(progress, config, loss, norm, lr, metrics_path, bar)
             if config.save_every and progress.step % config.save_every == 0:
                 hooks.save(accelerator.unwrap_model(head), progress)
+            if config.eval_every and progress.step % config.eval_every == 0:
+                _evaluate(head, hooks, progress, metrics_path, accelerator)
+        if progress.supervised_tokens == 0:
+            raise ValueError("rows: no supervised token in any of them; look at their loss_mask")
+        # Saved first: an evaluation that fails must not take the trained head with it.
+        hooks.save(accelerator.unwrap_model(head), progress)
         _evaluate(head, hooks, progress, metrics_path, accelerator)
     except KeyboardInterrupt:
         log.warning("interrupted at step %d: saving", progress.step)
@@ -117,9 +121,6 @@ def train_head(
         raise
     finally:
         bar.close()
-    if progress.supervised_tokens == 0:
-        raise ValueError("no supervised token in any row: nothing was trained; look at the rows")
-    hooks.save(accelerator.unwrap_model(head), progress)
     return progress
 
 
@@ -229,7 +230,13 @@ def _count(
 
 
 def _report(
-    progress: Progress, config: TrainConfig, loss: float, norm: float, path: Path, bar: tqdm
+    progress: Progress,
+    config: TrainConfig,
+    loss: float,
+    norm: float,
+    lr: float,
+    path: Path,
+    bar: tqdm,
 ) -> None:
     speed = progress.tokens / max(progress.seconds, 1e-9)
     bar.n = progress.fraction(config)
@@ -238,7 +245,7 @@ def _report(
     )
     if progress.step % config.log_every == 0:
         figures = {"train/loss": loss, "train/gradient_norm": norm, "train/tokens_per_s": speed}
-        _write(path, progress, figures | {"train/lr": rate(progress.fraction(config), config)})
+        _write(path, progress, figures | {"train/lr": lr})
 
 
 def _evaluate(

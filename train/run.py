@@ -127,7 +127,8 @@ def draft_vocab(rows: list[TokenRow], size: int | None, target: Target) -> Draft
     for row in rows:
         ids = torch.tensor(row.token_ids)[torch.tensor(row.loss_mask).bool()]
         counts_V += ids.bincount(minlength=len(counts_V))
-    vocab = DraftVocab.from_counts(counts_V, size, forced=target.stop_ids)
+    stop_ids = ChatTemplate(target.tokenizer).stop_ids(target.stop_ids)
+    vocab = DraftVocab.from_counts(counts_V, size, forced=stop_ids)
     covered = counts_V[vocab.ids_W].sum().item() / max(1, counts_V.sum().item())
     fillers = int((counts_V[vocab.ids_W] == 0).sum())
     log.info(
@@ -163,6 +164,11 @@ def feature_source(
 ) -> FeatureSource:
     """Return stored features (captured now if they are not there yet) or the target online."""
     if config.train.features == "online":
+        if config.features is not None:
+            warnings.warn(
+                f"features={config.features} has no effect with train.features=online; drop one",
+                stacklevel=2,
+            )
         return OnlineFeatures(target, rows)
     directory = Path(config.features or f"{config.rows}-features")
     if (directory / "index.json").exists():

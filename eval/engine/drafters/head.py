@@ -52,8 +52,8 @@ class HeadDrafter:
         sampling: SamplingConfig,
         children: str = "top_k",
     ) -> None:
-        if head.max_depth is not None:
-            shape.check(max_depth=head.max_depth, top_k=head.num_draft_tokens)
+        max_depth = shape.max_depth if head.max_depth is None else head.max_depth
+        shape.check(max_depth=max_depth, top_k=head.num_draft_tokens)
         device = parts.readout.weight_WD.device
         self.head, self.parts, self.shape = head, parts, shape.to(device)
         self.sampling, self.sampled = sampling, children == "sampled" and sampling.temperature > 0
@@ -175,7 +175,7 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
 
 
 def _refuse_gaps(shape: TreeShape) -> None:
-    """Refuse sampled children with a rank left out: dropping a drawn child would not be lossless."""
+    """Refuse sampled children with a rank left out: dropping a drawn one is not lossless."""
     paths = set(shape.choices)
     for path in shape.choices:
         if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in paths:

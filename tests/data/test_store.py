@@ -1,0 +1,291 @@
+"""Captured features: bit for bit what the target makes online, and never another run's."""
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from models import target_of, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from training import CHAT_VOCAB, chat_target, command, random_rows, save_target, saved, token_row
+
+from headstart.data import store as store_module
+from headstart.data.features import OnlineFeatures, make_features, teacher_statistics
+from headstart.data.rows import RowsMeta, RowsWriter
+from headstart.data.store import FeatureStore, capture, capture_key
+from headstart.data.template import TokenRow
+from headstart.files import check_free_space
+from headstart.heads.base import FeatureBatch
+from headstart.heads.target import Target
+
+ROWS = random_rows(10)
+Disk = namedtuple("Disk", "total used free")
+
+
+def captured(directory: Path, rows: list[TokenRow] = ROWS, **key: str) -> FeatureStore:
+    capture(chat_target(), rows, directory, **key)
+    return FeatureStore(directory)
+
+
+def by_length(rows: list[TokenRow]) -> list[TokenRow]:
+    """Return rows in the order in which a store numbers them."""
+    return sorted(rows, key=lambda row: (len(row.token_ids), row.row_id))
+
+
+@pytest.fixture
+def one_row_a_shard(monkeypatch):
+    monkeypatch.setattr(store_module, "SHARD_ROWS", 1)
+
+
+def test_a_stored_batch_equals_one_made_online_bit_for_bit(tmp_path):
+    store, online = captured(tmp_path), OnlineFeatures(chat_target(), by_length(ROWS))
+    assert store.lengths == online.lengths
+    # The rows of one capture pass: other neighbours round differently, see the test below.
+    have, want = store.batch(range(10)), online.batch(range(10))
+    real_BT = want.document_BT >= 0
+    for name in vars(FeatureBatch(*[torch.empty(0)] * 8)).keys() - {"aux"}:
+        left, right = getattr(have, name), getattr(want, name)
+        assert left.dtype == right.dtype
+        if name != "row_ids_B":  # what the target computes on padding is not kept
+            left, right = left[real_BT], right[real_BT]
+        assert torch.equal(left, right), name
+
+
+def test_a_row_alone_equals_the_same_row_in_a_batch(tmp_path):
+    store, online = captured(tmp_path), OnlineFeatures(chat_target(), by_length(ROWS))
+    for index in (0, 4, 9):
+        have, want = store.batch([index]), online.batch([index])
+        assert torch.equal(have.tokens_BT, want.tokens_BT)
+        assert torch.equal(have.loss_mask_BT, want.loss_mask_BT)
+        torch.testing.assert_close(have.hidden_BTD, want.hidden_BTD, rtol=1e-6, atol=3e-6)
+        torch.testing.assert_close(have.logsumexp_BT, want.logsumexp_BT, rtol=0, atol=1e-5)
+        assert torch.equal(have.argmax_BT, want.argmax_BT)
+
+
+def test_padding_is_marked_and_supervises_nothing(tmp_path):
+    batch = captured(tmp_path).batch([0, 9])
+    short = int((batch.document_BT[0] >= 0).sum())
+    assert short < batch.tokens_BT.shape[1]
+    assert not batch.loss_mask_BT[0, short:].any()
+    assert (batch.document_BT[0, short:] == -1).all()
+    assert (batch.argmax_BT[0, short:] == -1).all()
+
+
+def test_p16_two_captures_are_bit_equal(tmp_path):
+    captured(tmp_path / "a")
+    captured(tmp_path / "b")
+    (left,), (right,) = (sorted((tmp_path / d).glob("*-0*.safetensors")) for d in "ab")
+    assert left.read_bytes() == right.read_bytes()
+
+
+def test_teacher_statistics_are_those_of_the_full_logits_where_the_next_token_counts():
+    row = token_row("a", [9, 10, 11, 12, 13], 2)
+    batch = make_features(chat_target(), [row], [0])
+    logits_TV = chat_target().readout(batch.hidden_BTD)[0]
+    teaches_T = torch.tensor([False, True, True, True, False])
+    assert torch.equal(batch.argmax_BT[0], torch.where(teaches_T, logits_TV.argmax(-1), -1))
+    want_T = torch.where(teaches_T, logits_TV.logsumexp(-1), 0)
+    torch.testing.assert_close(batch.logsumexp_BT[0], want_T)
+
+
+def test_chunked_statistics_equal_those_of_one_chunk(monkeypatch):
+    batch = make_features(chat_target(), ROWS, range(10))
+    monkeypatch.setattr("headstart.data.features.READOUT_CHUNK", 7)
+    logsumexp_BT, argmax_BT = teacher_statistics(
+        batch.hidden_BTD, batch.loss_mask_BT, chat_target().readout
+    )
+    torch.testing.assert_close(logsumexp_BT, batch.logsumexp_BT)
+    assert torch.equal(argmax_BT, batch.argmax_BT)
+
+
+def test_the_parts_load_without_the_model(tmp_path):
+    store = captured(tmp_path)
+    parts = chat_target().parts
+    tokens = torch.arange(CHAT_VOCAB)
+    assert torch.equal(store.parts.embed(tokens), parts.embed(tokens))
+    hidden = store.batch([0]).hidden_BTD
+    assert torch.equal(store.parts.readout(hidden), parts.readout(hidden))
+
+
+# Damage
+
+
+def test_p19_a_shard_cut_in_half_is_an_error_that_names_it(tmp_path, one_row_a_shard):
+    captured(tmp_path)
+    shards = sorted(tmp_path.glob("*-0*.safetensors"))
+    assert len(shards) == 10
+    shards[3].write_bytes(shards[3].read_bytes()[: shards[3].stat().st_size // 2])
+    with pytest.raises(ValueError, match=rf"{shards[3].name}: damaged .*capture again"):
+        FeatureStore(tmp_path)
+
+
+def test_p19_a_missing_shard_is_an_error_that_names_it(tmp_path, one_row_a_shard):
+    captured(tmp_path)
+    gone = sorted(tmp_path.glob("*-0*.safetensors"))[7]
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{gone.name}: no such shard; capture again"):
+        FeatureStore(tmp_path)
+
+
+def test_a_shard_of_another_length_than_the_index_says_is_refused(tmp_path):
+    captured(tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    index["shards"][0]["lengths"].append(5)
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="the index says .*; delete the store and capture again"):
+        FeatureStore(tmp_path)
+
+
+def test_a_capture_that_was_never_finished_is_refused(tmp_path):
+    captured(tmp_path)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(FileNotFoundError, match="index.json"):
+        FeatureStore(tmp_path)
+
+
+def test_p17_states_that_overflow_the_stored_type_are_refused_when_written(tmp_path):
+    model = tiny_model(layers=2, vocab=CHAT_VOCAB).half()
+    target = target_of(model, chat_target().tokenizer)
+    model.model.norm.weight.data[3] = 65504.0
+    with pytest.raises(ValueError, match="states are not finite; use another dtype"):
+        capture(target, ROWS, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_p17_a_state_that_is_not_finite_is_refused_when_read_with_shard_and_row(tmp_path):
+    captured(tmp_path)
+    (shard,) = tmp_path.glob("*-0*.safetensors")
+    tensors = {name: t.clone() for name, t in load_file(shard).items()}
+    tensors["hidden"][-1, 0] = float("inf")
+    save_file(tensors, shard)
+    store = FeatureStore(tmp_path)
+    store.batch(range(9))
+    with pytest.raises(ValueError, match=rf"{shard.name}: the states of row 9 are not finite"):
+        store.batch([0, 9])
+
+
+# Room
+
+
+def test_p19_a_request_of_67_gb_is_told_on_a_disk_of_1_gb(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(10**9, 0, 10**9))
+    with pytest.raises(ValueError, match=r"capture needs 67\.1 GB, 1\.0 GB free in"):
+        check_free_space(tmp_path, 1000 * 2048 * 4 * 4096 * 2, "capture")
+
+
+class Untouched:
+    """A target whose forward pass must not be reached."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> object:
+        assert name != "forward", "the target ran before the disk was checked"
+        return getattr(self._target, name)
+
+
+def test_p19_a_disk_too_small_is_told_before_the_first_forward(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(10**9, 10**9, 1000))
+    tokens = sum(len(row.token_ids) for row in ROWS)
+    with pytest.raises(ValueError, match=rf"capture \({tokens} tokens\) needs .* free in"):
+        capture(Untouched(chat_target()), ROWS, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_p13_a_row_outside_the_vocabulary_is_refused_before_the_first_forward(tmp_path):
+    bad = token_row("bad", [5, CHAT_VOCAB], 1)
+    with pytest.raises(ValueError, match=f"row bad: token id {CHAT_VOCAB} outside"):
+        capture(Untouched(chat_target()), [*ROWS, bad], tmp_path)
+
+
+# Taking up and reuse
+
+
+def test_an_interrupted_capture_keeps_the_shards_that_are_there(
+    tmp_path, monkeypatch, one_row_a_shard
+):
+    made: list[int] = []
+    ours = store_module.make_features
+
+    def counting(target: Target, rows: list[TokenRow], *rest: object) -> FeatureBatch:
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        made.append(len(rows))
+        return ours(target, rows, *rest)
+
+    monkeypatch.setattr(store_module, "make_features", counting)
+    with pytest.raises(KeyboardInterrupt):
+        captured(tmp_path / "cut")
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut").glob("*-0*.safetensors")}
+    assert len(kept) == 4
+    monkeypatch.setattr(store_module, "make_features", ours)
+    resumed, straight = captured(tmp_path / "cut"), captured(tmp_path / "straight")
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    for index in range(10):
+        assert torch.equal(resumed.batch([index]).hidden_BTD, straight.batch([index]).hidden_BTD)
+
+
+def test_taking_up_a_capture_needs_room_for_the_rest_only(tmp_path, monkeypatch):
+    captured(tmp_path)
+    (tmp_path / "index.json").unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(10**9, 10**9, 0))
+    assert len(captured(tmp_path).lengths) == 10
+
+
+def changed(**settings: object) -> dict[str, object]:
+    """Return the key of a run in which one thing differs."""
+    target = settings.pop("target", chat_target())
+    rows = settings.pop("rows", ROWS)
+    return capture_key(target, rows, settings.pop("template_hash", "t"))
+
+
+def other_target(**options: object) -> Target:
+    options = {"seed": 0, "layers": 2, "vocab": CHAT_VOCAB, "max_position_embeddings": 2048} | options
+    return target_of(tiny_model(**options), chat_target().tokenizer)
+
+
+def half_target() -> Target:
+    model = tiny_model(layers=2, vocab=CHAT_VOCAB, max_position_embeddings=2048)
+    return target_of(model.to(torch.bfloat16), chat_target().tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("template_hash", {"template_hash": "u"}),
+        ("rows_hash", {"rows": [token_row("cut", ROWS[0].token_ids[:4], 1), *ROWS[1:]]}),
+        ("dtype", {"target": half_target()}),
+        ("target_fingerprint", {"target": other_target(seed=1)}),
+    ],
+)
+def test_p18_a_store_of_another_run_is_refused_by_the_field_that_differs(tmp_path, field, change):
+    store = captured(tmp_path, template_hash="t")
+    store.require(changed())
+    with pytest.raises(ValueError, match=rf"feature store: made with {field}=.*; capture again"):
+        store.require(changed(**change))
+
+
+def test_p18_other_auxiliary_features_are_refused(tmp_path):
+    store = captured(tmp_path, template_hash="t")
+    with pytest.raises(ValueError, match=r"aux_features=\[\], this run has aux_features=\[1\]"):
+        store.require(changed() | {"aux_features": [1]})
+
+
+def test_the_capture_command_stores_beside_the_rows(tmp_path):
+    rows = tmp_path / "rows"
+    writer = RowsWriter(rows, RowsMeta(chat_target().fingerprint, "t", {}))
+    for row in ROWS:
+        writer.add(row)
+    writer.finish("made for a test", {})
+    command("capture", *saved(save_target(tmp_path / "target")), f"rows={rows}")
+    store = FeatureStore(tmp_path / "rows-features")
+    store.require(changed())
+    assert hidden(store) == hidden(captured(tmp_path / "straight"))
+
+
+def hidden(store: FeatureStore) -> list[list[float]]:
+    states: Tensor = store.batch(range(len(store.lengths))).hidden_BTD
+    return states.flatten(1).tolist()
