@@ -57,10 +57,11 @@ def register() -> None:
     from headstart.data.source import DataConfig
     from headstart.eval.engine.sampling import SamplingConfig
     from headstart.eval.settings import TreeConfig
-    from headstart.heads import eagle, medusa  # noqa: F401  (registers the head families)
+    from headstart.heads.base import families
     from headstart.heads.load import RuntimeConfig, TargetConfig
     from headstart.train.config import TrainConfig
 
+    families()  # every head family registers its own schema
     store = ConfigStore.instance()
     groups = {
         "target": TargetConfig,

@@ -11,13 +11,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from hydra.core.config_store import ConfigStore
 from torch import Tensor, nn
 
-from headstart import heads
 from headstart.heads.parts import ReadOut, TargetParts
 from headstart.heads.target import TargetShape
 from headstart.heads.vocab import DraftVocab
@@ -202,10 +202,10 @@ def register(family: str, config: type[HeadConfig]) -> Callable[[HeadClass], Hea
 def families() -> dict[str, tuple[type[HeadConfig], type[DraftHead]]]:
     """Return family name -> (config class, head class), sorted by name.
 
-    Imports every module of this package first, so that a family is known by its file alone.
+    Imports every module of this package, so that a new family is one new file.
     """
-    for module in pkgutil.iter_modules(heads.__path__):
-        importlib.import_module(f"{heads.__name__}.{module.name}")
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"headstart.heads.{module.name}")
     return dict(sorted(_FAMILIES.items()))
 
 
