@@ -8,9 +8,10 @@ import difflib
 import importlib
 import logging
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 CONF = "headstart.conf"
@@ -124,12 +125,21 @@ def load_config(name: str, overrides: list[str]) -> Any:
 def to_object(cfg: DictConfig) -> Any:
     """Turn a composed config into its dataclass, naming every option still to be given."""
     _refuse_added_keys(cfg)
-    missing = sorted(OmegaConf.missing_keys(cfg))
+    # Not OmegaConf.missing_keys: it fails on an interpolation of what is missing.
+    missing = sorted(_missing(OmegaConf.to_container(cfg, resolve=False)))
     if missing:
         raise ValueError(
             f"{missing[0]} is not set: give {' '.join(f'{key}=...' for key in missing)}"
         )
     return OmegaConf.to_object(cfg)
+
+
+def _missing(values: dict[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if value == MISSING:
+            yield f"{path}{key}"
+        elif isinstance(value, dict):
+            yield from _missing(value, f"{path}{key}.")
 
 
 def _refuse_added_keys(cfg: DictConfig, path: str = "") -> None:
@@ -138,8 +148,10 @@ def _refuse_added_keys(cfg: DictConfig, path: str = "") -> None:
     known = {f.name for f in fields(kind)} if is_dataclass(kind) else None
     for key in cfg:
         if known is not None and key not in known:
-            raise ValueError(f"{path}{key}: no such option{suggestion(str(key), sorted(known))}")
-        node = None if OmegaConf.is_missing(cfg, key) else cfg[key]
+            raise ValueError(_no_such_option(f"{path}{key}", sorted(known)))
+        # An interpolation is no field of its own, and may point at what is still to be given.
+        given = not (OmegaConf.is_interpolation(cfg, key) or OmegaConf.is_missing(cfg, key))
+        node = cfg[key] if given else None
         if isinstance(node, DictConfig):
             _refuse_added_keys(node, f"{path}{key}.")
 
@@ -160,16 +172,16 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         known = sorted(o for o in error.options or () if not o.startswith("base_"))
-        near = suggestion(option, known)
-        return f"{group}={option}: no such option{near}; expected one of {', '.join(known)}"
+        return _no_such_option(f"{group}={option}", known)
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     kind = getattr(cause, "object_type", None)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and is_dataclass(kind):
-        known = sorted(f.name for f in fields(kind))
-        near = suggestion(str(cause.key), known)
-        return f"{cause.full_key}: no such option{near}; expected one of {', '.join(known)}"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return _no_such_option(cause.full_key, sorted(f.name for f in fields(kind)))
+    told = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first, *rest = told or [type(error).__name__]
+    if first.endswith(":"):  # Hydra's heading; what went wrong is on the line below
+        return " ".join((first, *rest[:1]))
     return first if lines and lines[0] in first else f"{first}: {lines[0]}"
 
 
@@ -185,7 +197,7 @@ def _run_or_explain(work: Callable[[Any], Any], cfg: DictConfig) -> Any:
         raise SystemExit(130) from None
 
 
-def suggestion(word: str, known: list[str]) -> str:
-    """Return " (did you mean X?)" for a near miss."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _no_such_option(given: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(re.split(r"[.=]", given)[-1], known, n=1)
+    near = f" (did you mean {close[0]}?)" if close else ""
+    return f"{given}: no such option{near}; expected one of {', '.join(known)}"

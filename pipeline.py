@@ -60,6 +60,13 @@ class PipelineRun:
     out: str = MISSING
     """Directory of everything the run makes."""
 
+    def __post_init__(self) -> None:
+        if self.data.split != "train":
+            raise ValueError(
+                f"data.split={self.data.split}: the held-out prompts would be training prompts; "
+                "use data.split=train, which keeps one text in eight for them"
+            )
+
 
 @dataclass
 class Step:
@@ -92,7 +99,7 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
         path=config.data.path,
         num_prompts=config.heldout_prompts,
         seed=config.data.seed,
-        split="heldout" if config.data.split == "train" else config.data.split,
+        split="heldout",
         max_length=config.data.max_length,
     )
     answer_tokens = (config.data.num_prompts or 1000) * config.generate.max_new_tokens

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from omegaconf import MISSING
 
@@ -57,9 +58,7 @@ def run(config: TrainRun) -> None:
 def train(target: Target, config: TrainRun) -> Progress:
     """Train one head: target, rows, head, features, loop."""
     set_seed(config.train.seed)
-    accelerator = Accelerator(
-        mixed_precision=PRECISIONS[config.train.precision], cpu=target.device.type == "cpu"
-    )
+    accelerator = make_accelerator(config.train.precision, target.device)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
     vocab = draft_vocab(rows, config.head.draft_vocab_size, target)
@@ -98,6 +97,13 @@ def train(target: Target, config: TrainRun) -> Progress:
         hooks=Hooks(evaluate, save),
         metrics_path=out / "metrics.jsonl",
     )
+
+
+def make_accelerator(precision: str, device: torch.device) -> Accelerator:
+    """Return an Accelerator; one process may make several in turn, of different precisions."""
+    # Else the first one's precision binds the process, and a sweep over it fails at the second job.
+    AcceleratorState._reset_state()
+    return Accelerator(mixed_precision=PRECISIONS[precision], cpu=device.type == "cpu")
 
 
 def load_rows(directory: str, target: Target) -> tuple[list[TokenRow], RowsMeta]:

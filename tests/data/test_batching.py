@@ -11,7 +11,8 @@ LENGTHS = [1] * 16
 
 
 def order(lengths: list[int], batch_rows: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
-    return [i for batch in epoch_batches(lengths, batch_rows, seed=seed, epoch=epoch) for i in batch]
+    batches = epoch_batches(lengths, batch_rows, seed=seed, epoch=epoch)
+    return [i for batch in batches for i in batch]
 
 
 def test_p09_two_epochs_of_sixteen_rows_are_shuffled_and_shuffled_differently():
@@ -34,6 +35,11 @@ def test_every_row_is_in_exactly_one_batch_of_an_epoch(batch_rows):
     batches = epoch_batches(lengths, batch_rows, seed=3, epoch=2)
     assert Counter(i for batch in batches for i in batch) == Counter(range(50))
     assert [len(b) for b in batches if len(b) != batch_rows] in ([], [50 % batch_rows])
+
+
+def test_p09_a_row_meets_other_rows_in_the_next_epoch():
+    first, second = (epoch_batches(LENGTHS, 4, seed=0, epoch=epoch) for epoch in (0, 1))
+    assert not {frozenset(batch) for batch in first} & {frozenset(batch) for batch in second}
 
 
 def test_rows_of_like_length_are_side_by_side():

@@ -128,15 +128,24 @@ def test_another_target_is_refused(tmp_path):
 
 def test_only_the_answer_is_supervised_and_a_cut_one_teaches_no_end_p08(tmp_path):
     stop_ids = ChatTemplate(chat_target().tokenizer).stop_ids(chat_target().stop_ids)
-    rows = answered(tmp_path)
-    for row in rows:
+    for row in answered(tmp_path):
         first = row.loss_mask.index(1)
         answer = row.token_ids[first:]
-        ended = row.stop_reason == "stop"
-        assert row.loss_mask == [0] * first + [1] * len(answer)
-        assert [token in stop_ids for token in answer] == [False] * (len(answer) - 1) + [ended]
-        assert ended or len(answer) == 12 or len(row.token_ids) == 600
-    assert {row.stop_reason for row in rows} == {"stop", "length"}
+        assert row.loss_mask == [0] * first + [1] * min(12, 600 - first)
+        assert row.stop_reason == "length"
+        assert not set(stop_ids) & set(answer)
+
+
+def test_a_whole_answer_ends_with_its_stop_token_supervised(tmp_path):
+    cut = answered(tmp_path / "cut")[0]
+    first = cut.loss_mask.index(1)
+    model = tiny_model(layers=2, vocab=CHAT_VOCAB, max_position_embeddings=2048)
+    model.generation_config.eos_token_id = cut.token_ids[first + 2]
+    target = target_of(model, chat_target().tokenizer)
+    whole = answered(tmp_path / "whole", target=target)[0]
+    assert whole.token_ids == cut.token_ids[: first + 3]
+    assert whole.loss_mask[first:] == [1, 1, 1]
+    assert whole.stop_reason == "stop"
 
 
 def test_a_users_prompts_are_answered_through_the_command(target_path, tmp_path):

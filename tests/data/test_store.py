@@ -243,8 +243,8 @@ def changed(**settings: object) -> dict[str, object]:
 
 
 def other_target(**options: object) -> Target:
-    options = {"seed": 0, "layers": 2, "vocab": CHAT_VOCAB, "max_position_embeddings": 2048} | options
-    return target_of(tiny_model(**options), chat_target().tokenizer)
+    model = tiny_model(layers=2, vocab=CHAT_VOCAB, max_position_embeddings=2048, **options)
+    return target_of(model, chat_target().tokenizer)
 
 
 def half_target() -> Target:

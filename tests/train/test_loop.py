@@ -1,0 +1,496 @@
+"""The training loop: what a step divides by, what a run leaves behind, and what it learns."""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from models import GREEDY, make_head, run, some_vocab
+from safetensors.torch import load_file, save_file
+from torch import nn
+from training import Line, chat_target, numbers_batch, random_rows, token_row
+
+from headstart.data.features import OnlineFeatures, make_features
+from headstart.data.rows import RowsMeta, RowsWriter
+from headstart.data.template import ChatTemplate, TokenRow
+from headstart.eval.engine.decode import Request
+from headstart.eval.engine.drafters.head import HeadDrafter
+from headstart.eval.engine.tree import TreeShape
+from headstart.eval.settings import TreeConfig
+from headstart.heads.base import DraftHead, FeatureBatch, families
+from headstart.heads.checkpoint import load_head
+from headstart.heads.load import TargetConfig
+from headstart.heads.target import Target
+from headstart.train.config import TrainConfig
+from headstart.train.loop import Hooks, Progress, heldout_figures, train_head, train_step
+from headstart.train.run import TrainRun, draft_vocab, make_accelerator, train
+
+FAMILIES = {"medusa": {}, "eagle": {"feature_noise": 0.0}}
+NO_HOOKS = Hooks(lambda head: {}, lambda head, progress: None)
+
+
+def accelerator(precision: str = "fp32") -> Accelerator:
+    return make_accelerator(precision, torch.device("cpu"))
+
+
+def gradient(
+    head: nn.Module, batches: list[FeatureBatch], *, clip: float = 1e9
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Take one step of SGD at rate 1; return loss, norm, and the gradients it applied."""
+    before = {name: p.detach().clone() for name, p in head.named_parameters()}
+    loss, norm = train_step(
+        head,
+        batches,
+        chat_target().parts,
+        torch.optim.SGD(head.parameters(), lr=1.0),
+        accelerator(),
+        lr=1.0,
+        clip=clip,
+    )
+    return loss, norm, {n: before[n] - p.detach() for n, p in head.named_parameters()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    # Sums taken in another order: fp32 rounding of the larger entries.
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], rtol=1e-4, atol=1e-6)
+
+
+def trainable(family: str) -> DraftHead:
+    """Make a head with random weights and a draft vocabulary, in training mode."""
+    vocab = some_vocab(64, of=chat_target().shape.vocab_size)
+    return make_head(family, chat_target(), vocab=vocab, **FAMILIES[family]).train()
+
+
+def features(rows: Sequence[TokenRow]) -> FeatureBatch:
+    return make_features(chat_target(), rows, range(len(rows)))
+
+
+class Numbers:
+    """A source of rows of which Line's losses can be read off."""
+
+    parts = chat_target().parts
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self.rows, self.lengths = rows, [len(row) for row in rows]
+        self.asked: list[list[int]] = []
+
+    def batch(self, indices: Sequence[int]) -> FeatureBatch:
+        """Return the rows and remember that they were asked for."""
+        self.asked.append(list(indices))
+        return numbers_batch(*(self.rows[i] for i in indices), row_id=indices[0])
+
+
+def train_line(source: Numbers, path: Path, hooks: Hooks = NO_HOOKS, **options: object) -> Progress:
+    options = {"precision": "fp32", "batch_rows": 1, "log_every": 1, "warmup": 0.0} | options
+    return train_head(
+        Line(),
+        source,
+        TrainConfig(**options),
+        accelerator=accelerator(),
+        hooks=hooks,
+        metrics_path=path / "metrics.jsonl",
+    )
+
+
+def metrics(path: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+# What a step divides by
+
+
+def test_p26_losses_4_and_1_1_1_make_seven_quarters_and_its_gradient():
+    loss, _, change = gradient(Line(), [numbers_batch([4]), numbers_batch([1, 1, 1])])
+    assert loss == 7 / 4
+    assert change["w"].item() == 7 / 4
+
+
+def test_p26_ten_micro_batches_by_fours_are_three_steps_with_their_own_counts(tmp_path):
+    source = Numbers([[1 + i] * (1 + i % 3) for i in range(10)])
+    progress = train_line(source, tmp_path, max_steps=3, accumulation=4, lr=1e-12)
+    assert progress.step == 3
+    assert progress.epoch == 0
+    assert sorted(i for rows in source.asked for i in rows) == list(range(10))
+    windows = [source.asked[0:4], source.asked[4:8], source.asked[8:10]]
+    for window, loss in zip(windows, metrics(tmp_path, "train/loss"), strict=True):
+        tokens = [token for (row,) in window for token in source.rows[row]]
+        assert loss == pytest.approx(sum(tokens) / len(tokens), rel=1e-6)
+
+
+def test_p26_the_schedule_moves_once_a_step(tmp_path):
+    train_line(Numbers([[1]] * 10), tmp_path, max_steps=3, accumulation=4, lr=0.3, decay=1.0)
+    assert metrics(tmp_path, "train/lr") == pytest.approx([0.3, 0.2, 0.1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_micro_batches_give_the_gradient_of_the_joined_batch(family):
+    rows = [token_row(str(n), list(range(5 + n, 20 + 3 * n)), 14 - 4 * n) for n in range(4)]
+    assert [row.supervised for row in rows] == [1, 7, 13, 19]
+    loss, _, apart = gradient(trainable(family), [features([row]) for row in rows])
+    joined_loss, _, joined = gradient(trainable(family), [features(rows)])
+    assert loss == pytest.approx(joined_loss, rel=1e-5)
+    assert_same(apart, joined)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p25_more_padding_changes_neither_loss_nor_gradient(family):
+    row, long = token_row("a", [9, 10, 11, 12], 2), token_row("b", list(range(5, 69)), 64)
+    assert row.supervised == 2
+    assert long.supervised == 0  # there to widen the batch to 64, nothing else
+    loss, _, change = gradient(trainable(family), [features([row])])
+    padded_loss, _, padded = gradient(trainable(family), [features([row, long])])
+    assert loss == pytest.approx(padded_loss, rel=1e-6)
+    assert_same(change, padded)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p07_a_batch_with_nothing_to_learn_from_has_loss_0_and_gradient_0(family):
+    user_turns_only = token_row("a", [9, 10, 11, 12, 13], 5)
+    loss, norm, change = gradient(trainable(family), [features([user_turns_only])])
+    assert loss == 0.0
+    assert norm == 0.0
+    assert not any(value.any() for value in change.values())
+
+
+def test_p07_an_unsupervised_row_counts_as_a_step_and_adds_no_token(tmp_path):
+    source = Numbers([[3], [0, 0]])
+    progress = train_line(source, tmp_path, max_steps=2)
+    assert progress.step == 2
+    assert progress.supervised_tokens == 1
+    assert sorted(metrics(tmp_path, "train/loss"))[0] == 0.0
+
+
+def test_p07_rows_without_any_supervised_token_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match="rows: no supervised token in any of them"):
+        train_line(Numbers([[0, 0], [0]]), tmp_path, max_steps=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_clipped_by_their_global_norm(family):
+    batch = features(random_rows(3))
+    _, whole, full = gradient(trainable(family), [batch])
+    _, told, clipped = gradient(trainable(family), [batch], clip=whole / 4)
+    assert told == pytest.approx(whole, rel=1e-6)
+    assert whole == pytest.approx(float(nn.utils.get_total_norm(full.values())), rel=1e-4)
+    for name, value in full.items():
+        torch.testing.assert_close(clipped[name], value / 4, rtol=1e-3, atol=1e-6)
+
+
+# Precision
+
+
+def hundred_steps(line: Line) -> None:
+    """Train under bf16 autocast on a constant gradient of 1."""
+    ours = accelerator("bf16")
+    optimizer = torch.optim.AdamW(line.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0)
+    line, optimizer = ours.prepare(line, optimizer)
+    for _ in range(100):
+        parts = chat_target().parts
+        train_step(line, [numbers_batch([1])], parts, optimizer, ours, lr=1e-3, clip=1.0)
+
+
+def test_p28_a_weight_at_1_moves_to_0_9_and_on_to_0_8_after_saving(tmp_path):
+    first = Line()
+    hundred_steps(first)
+    assert first.w.dtype == torch.float32
+    assert first.w.item() == pytest.approx(0.900, abs=1e-5)
+    save_file(first.state_dict(), tmp_path / "line.safetensors")
+    second = Line()
+    second.load_state_dict(load_file(tmp_path / "line.safetensors"))
+    hundred_steps(second)
+    assert second.w.item() == pytest.approx(0.800, abs=1e-5)
+
+
+def test_p28_a_weight_kept_in_bf16_would_not_move():
+    line = Line().to(torch.bfloat16)
+    hundred_steps(line)
+    assert line.w.item() == 1.0
+
+
+# Whole runs
+
+
+@pytest.fixture
+def job(tmp_path) -> TrainRun:
+    """A run of two steps on five rows, three of them held out."""
+    template = ChatTemplate(chat_target().tokenizer).hash
+    for name, rows in (("rows", random_rows(5)), ("heldout", random_rows(3, seed=1))):
+        writer = RowsWriter(tmp_path / name, RowsMeta(chat_target().fingerprint, template, {}))
+        for row in rows:
+            writer.add(row)
+        writer.finish("made for a test", {})
+    return TrainRun(
+        target=TargetConfig(path="in memory"),
+        head=families()["eagle"][0](draft_vocab_size=64),
+        train=TrainConfig(max_steps=2, batch_rows=2, eval_prompts=2, eval_new_tokens=6),
+        tree=TreeConfig(name="chain2", depth=2),
+        rows=str(tmp_path / "rows"),
+        heldout_rows=str(tmp_path / "heldout"),
+        out=str(tmp_path / "out"),
+    )
+
+
+def target_hash(target: Target) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(target.model.state_dict().items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p32_the_optimizer_holds_the_heads_tensors_and_the_target_is_left_alone(
+    job, family, monkeypatch
+):
+    made: list[torch.optim.Optimizer] = []
+
+    class Noted(torch.optim.AdamW):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Noted)
+    job.head = families()[family][0](draft_vocab_size=64)
+    before = target_hash(chat_target())
+    assert train(chat_target(), job).step == 2
+    head, _ = load_head(Path(job.out) / "head")
+    held = [p for group in made[0].param_groups for p in group["params"]]
+    assert sorted(p.shape for p in held) == sorted(p.shape for p in head.parameters())
+    assert not {p.data_ptr() for p in held} & {
+        p.data_ptr() for p in chat_target().model.parameters()
+    }
+    assert target_hash(chat_target()) == before
+    assert not any(p.requires_grad or p.grad is not None for p in chat_target().model.parameters())
+
+
+def test_p32_a_checkpoint_holds_the_heads_tensors_only(job):
+    train(chat_target(), job)
+    stored = set(load_file(Path(job.out) / "head" / "model.safetensors"))
+    head, _ = load_head(Path(job.out) / "head")
+    assert stored == set(head.state_dict()) | {"d2t"}
+
+
+def test_a_run_leaves_what_it_was_trained_on_in_its_checkpoint(job):
+    progress = train(chat_target(), job)
+    _, info = load_head(Path(job.out) / "head")
+    assert info.step == 2
+    assert info.tokens_seen == progress.tokens
+    assert info.target_fingerprint == chat_target().fingerprint
+    assert info.trained_on["rows"] == 5
+
+
+def test_the_same_seed_trains_the_same_head(job):
+    digests = set()
+    for _ in range(2):
+        train(chat_target(), job)
+        digests.add((Path(job.out) / "head" / "model.safetensors").read_bytes())
+    assert len(digests) == 1
+
+
+def test_one_process_may_train_in_both_precisions_in_turn(job):
+    for precision in ("bf16", "fp32", "bf16"):
+        job.train.precision = precision
+        assert train(chat_target(), job).step == 2
+
+
+def test_online_and_captured_features_train_the_same_head(job):
+    job.train.precision = "fp32"
+    train(chat_target(), job)
+    captured, _ = load_head(Path(job.out) / "head")
+    job.train.features = "online"
+    train(chat_target(), job)
+    online, _ = load_head(Path(job.out) / "head")
+    assert_same(dict(captured.named_parameters()), dict(online.named_parameters()))
+
+
+def test_a_features_directory_that_online_training_ignores_is_told(job):
+    job.train.features, job.features = "online", "somewhere"
+    with pytest.warns(UserWarning, match="features=somewhere has no effect with"):
+        train(chat_target(), job)
+
+
+def test_p18_features_of_other_rows_are_refused(job):
+    train(chat_target(), job)
+    job.features, job.rows = f"{job.rows}-features", job.heldout_rows
+    with pytest.raises(ValueError, match="feature store: made with rows_hash="):
+        train(chat_target(), job)
+
+
+def test_rows_of_another_chat_template_are_refused(job):
+    meta = Path(job.rows) / "meta.json"
+    fields = json.loads(meta.read_text()) | {"template_hash": "other"}
+    meta.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="rendered with chat template other, the target has"):
+        train(chat_target(), job)
+
+
+def test_rows_of_another_target_are_told(job):
+    meta = Path(job.rows) / "meta.json"
+    fields = json.loads(meta.read_text()) | {"target_fingerprint": "other"}
+    meta.write_text(json.dumps(fields))
+    with pytest.warns(UserWarning, match="the answers are not this target's own"):
+        train(chat_target(), job)
+
+
+def test_p10_a_draft_vocabulary_holds_both_stop_tokens_though_no_answer_does():
+    row = token_row("a", list(range(100, 140)), 8)
+    vocab = draft_vocab([row], 32, chat_target())
+    assert row.supervised == 32
+    assert vocab.ids_W.tolist() == [2, 4, *range(108, 138)]
+
+
+def test_p12_a_warm_start_keeps_vocabulary_and_weights(job, tmp_path):
+    train(chat_target(), job)
+    first, _ = load_head(Path(job.out) / "head")
+    job.rows, job.heldout_rows = job.heldout_rows, None
+    job.train.init_from, job.out = str(Path(job.out) / "head"), str(tmp_path / "warm")
+    job.train.max_steps, job.train.lr = 1, 1e-12
+    train(chat_target(), job)
+    warm, _ = load_head(Path(job.out) / "head")
+    assert torch.equal(warm.vocab.ids_W, first.vocab.ids_W)
+    assert_same(dict(warm.named_parameters()), dict(first.named_parameters()))
+
+
+def test_a_warm_start_with_other_head_options_is_refused_by_name(job):
+    train(chat_target(), job)
+    job.train.init_from = str(Path(job.out) / "head")
+    job.head = families()["eagle"][0](draft_vocab_size=64, num_layers=2)
+    with pytest.raises(ValueError, match="its head differs in num_layers"):
+        train(chat_target(), job)
+
+
+# Ends that are not the planned one
+
+
+def test_a_loss_that_is_not_finite_names_step_and_rows(tmp_path):
+    class Broken(Numbers):
+        def batch(self, indices: Sequence[int]) -> FeatureBatch:
+            batch = super().batch(indices)
+            if 1 in indices:
+                batch.tokens_BT = batch.tokens_BT * float("nan")
+            return batch
+
+    with pytest.raises(ValueError, match=r"step \d: loss nan, .* \(rows \[1\]\); lower train\.lr"):
+        train_line(Broken([[1], [1], [1]]), tmp_path, max_steps=3)
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_loads(job, monkeypatch):
+    ours = OnlineFeatures.batch
+    calls = 0
+
+    def interrupted(self: OnlineFeatures, indices: Sequence[int]) -> FeatureBatch:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return ours(self, indices)
+
+    monkeypatch.setattr(OnlineFeatures, "batch", interrupted)
+    job.train.features, job.train.max_steps = "online", 100
+    with pytest.raises(KeyboardInterrupt):
+        train(chat_target(), job)
+    _, info = load_head(Path(job.out) / "head")
+    assert info.step == 3
+
+
+def test_p54_an_evaluation_that_fails_is_seen_and_does_not_take_the_head_with_it(job, monkeypatch):
+    def failing(*_: object, **__: object) -> float:
+        raise RuntimeError("the evaluator failed")
+
+    monkeypatch.setattr("headstart.train.run.quick_tau", failing)
+    with pytest.raises(RuntimeError, match="the evaluator failed"):
+        train(chat_target(), job)
+    assert load_head(Path(job.out) / "head")[1].step == 2
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_evaluation_and_saving_keep_their_intervals(tmp_path, every):
+    evaluated, saved = [], []
+    hooks = Hooks(
+        lambda head: evaluated.append(1) or {"heldout/loss": 1.0},
+        lambda head, progress: saved.append(progress.step),
+    )
+    options = {"max_steps": 4, "eval_every": every, "save_every": every}
+    train_line(Numbers([[1]] * 3), tmp_path, hooks, **options)
+    assert saved == [*range(every, 5, every), 4]
+    assert len(evaluated) == 4 // every + 1
+
+
+def test_seconds_of_training_end_a_run_and_evaluation_is_not_counted(tmp_path):
+    hooks = Hooks(lambda head: time.sleep(0.2) or {}, lambda head, progress: None)
+    start = time.perf_counter()
+    progress = train_line(
+        Numbers([[1]] * 3), tmp_path, hooks, max_steps=None, max_seconds=0.3, eval_every=100
+    )
+    wall = time.perf_counter() - start
+    longest_step = 0.2
+    assert 0.3 <= progress.seconds < 0.3 + longest_step
+    assert wall >= progress.seconds + 0.2
+    assert sum(progress.by_stage.values()) == pytest.approx(progress.seconds, rel=0.01)
+
+
+def test_steps_and_seconds_both_bound_a_run(tmp_path):
+    assert train_line(Numbers([[1]]), tmp_path, max_steps=3, max_seconds=60.0).step == 3
+
+
+# Figures
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_held_out_figures_are_sums_over_rows_whatever_the_batches(family):
+    source = OnlineFeatures(chat_target(), random_rows(5, seed=2))
+    head = trainable(family)
+    one, two, five = (heldout_figures(head, source, rows, accelerator()) for rows in (1, 2, 5))
+    assert one.keys() == two.keys()
+    assert one == pytest.approx(five, rel=1e-5)
+    assert two == pytest.approx(five, rel=1e-5)
+    assert head.training
+
+
+def test_the_held_out_loss_of_uneven_batches_is_seven_quarters():
+    figures = heldout_figures(Line(), Numbers([[4], [1, 1, 1]]), 1, accelerator())
+    assert figures == {"heldout/loss": 1.75}
+
+
+@pytest.fixture(scope="module")
+def chat() -> TokenRow:
+    """One conversation: a question and 64 tokens of the target's own answer."""
+    template = ChatTemplate(chat_target().tokenizer)
+    prompt = template.prompt_ids([{"role": "user", "content": "tell me"}])
+    answer = run(chat_target(), None, [Request("chat", tuple(prompt), 64)])["chat"].token_ids
+    return token_row("chat", [*prompt, *answer], len(prompt))
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "options", "lr"),
+    [
+        # The tied rows of so narrow a target cannot express 64 answers three tokens ahead.
+        ("medusa", 3, {"num_heads": 3, "readout": "own", "loss": "ce_hard"}, 1e-2),
+        ("eagle", 1, {"feature_noise": 0.0}, 3e-3),
+    ],
+)
+def test_p54_a_head_overfitted_on_one_chat_is_accepted_there(
+    tmp_path, chat, family, depth, options, lr
+):
+    head = make_head(family, chat_target(), seed=None, **options)
+    train_head(
+        head,
+        OnlineFeatures(chat_target(), [chat]),
+        TrainConfig(lr=lr, max_steps=200, batch_rows=1, precision="fp32"),
+        accelerator=accelerator(),
+        hooks=NO_HOOKS,
+        metrics_path=tmp_path / "metrics.jsonl",
+    )
+    shape = TreeShape.chain(depth)
+    drafter = HeadDrafter(head.eval(), chat_target().parts, shape, sampling=GREEDY)
+    first = chat.loss_mask.index(1)
+    request = Request("chat", tuple(chat.token_ids[:first]), 64)
+    rounds = run(chat_target(), drafter, [request])["chat"].rounds
+    whole = [r for r in rounds if r.stop != "cut" and r.drafted == depth]
+    assert len(whole) >= 64 // (depth + 1) - 1
+    assert sum(r.accepted for r in whole) >= 0.98 * sum(r.drafted for r in whole)
