@@ -6,7 +6,7 @@ Shapes: R rows taking part in a pass, N new nodes, P pending rows (written after
 kept yet, the new ones included), S slots read (a multiple of 128, so that shapes repeat).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ class KVCache(Cache):
     """Keys and values of every layer, [batch, kv_heads, max_len + max_pending, head_dim] each.
 
     Layers are allocated when they are first written, from the shapes they are given, so any
-    attention that calls `update` works. `windows` maps an attention kind to its sliding window
-    (None: full attention); `open` returns one additive mask a kind.
+    attention that calls `update` works; `num_layers` is the most there can be. `windows` maps an
+    attention kind to its sliding window (None: full attention); `open` returns a mask a kind.
     """
 
     def __init__(
@@ -33,14 +33,17 @@ class KVCache(Cache):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         windows: Mapping[str, int | None] | None = None,
+        num_layers: int = 1,
     ) -> None:
         super().__init__(layers=[])
         self.batch, self.max_len, self.capacity = batch, max_len, max_len + max_pending
         self.dtype, self.device_ = dtype, torch.device(device)
         self.windows = dict(windows or {"full_attention": None})
         self.lengths = [0] * batch  # on the host: known after the round's one synchronisation
+        self.num_layers = num_layers
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
+        self._stacks: dict[tuple[int, ...], tuple[Tensor, Iterator[Tensor]]] = {}
         self._rows: slice | Tensor = slice(0, 0)
         self._slots: slice | Tensor = slice(0, 0)
         self._extent = 0
@@ -114,9 +117,15 @@ class KVCache(Cache):
         )
 
     def _allocate(self, states: Tensor) -> Tensor:
-        # Zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN would be NaN.
+        """Return one layer's keys or values, cut from a stack: `keep` moves a whole stack at once."""
         shape = (self.batch, states.shape[1], self.capacity, states.shape[3])
-        return torch.zeros(shape, dtype=states.dtype, device=states.device)
+        if shape not in self._stacks:
+            # Zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN would be NaN.
+            stack = torch.zeros(
+                2 * self.num_layers, *shape, dtype=states.dtype, device=states.device
+            )
+            self._stacks[shape] = (stack, iter(stack))
+        return next(self._stacks[shape][1])
 
     def _write_and_read(self, stored: Tensor, new: Tensor) -> Tensor:
         if isinstance(self._slots, slice):
@@ -146,8 +155,8 @@ class KVCache(Cache):
             source_RK = start_R1 + torch.tensor(padded, device=self.device_)
             target_RK = start_R1 + torch.arange(width, device=self.device_)
             rows_R1 = torch.arange(len(paths), device=self.device_)[:, None]
-            for stored in (*self._keys, *self._values):
-                stored[rows_R1, :, target_RK] = stored[rows_R1, :, source_RK]
+            for stack, _ in self._stacks.values():
+                stack[:, rows_R1, :, target_RK] = stack[:, rows_R1, :, source_RK]
         self.advance([len(path) for path in paths])
 
     def reset(self, row: int | None = None) -> None:
@@ -158,8 +167,8 @@ class KVCache(Cache):
     def move_row(self, source: int, destination: int) -> None:
         """Copy one row's committed content over another row."""
         length = self.lengths[source]
-        for stored in (*self._keys, *self._values):
-            stored[destination, :, :length] = stored[source, :, :length]
+        for stack, _ in self._stacks.values():
+            stack[:, destination, :, :length] = stack[:, source, :, :length]
         self.lengths[destination] = length
 
     def committed(self, row: int) -> list[tuple[Tensor, Tensor]]:

@@ -89,7 +89,14 @@ class EagleHead(DraftHead):
         self.rotary = Rotary(shape)
 
     def initialise(self, parts: TargetParts) -> None:
-        """Keep the library's defaults, as the paper does."""
+        """Keep the library's defaults, the token embedding brought to unit size at the input of fc.
+
+        A target's embedding can be far smaller than its states (SmolLM2: 0.12 against 2.0 root mean
+        square): without this the head hardly sees the newest token at first.
+        """
+        size = parts.embedding_VD.float().square().mean().sqrt().item() * parts.embed_scale
+        with torch.no_grad():
+            self.fc.weight[:, : self.shape.hidden_size] /= max(size, 1e-6)
 
     def run(
         self,
@@ -160,7 +167,14 @@ class EagleHead(DraftHead):
     def new_state(self, batch: int, max_len: int, max_nodes: int, parts: TargetParts) -> EagleState:
         """Make an empty drafting state."""
         weight = parts.readout.weight_WD
-        cache = KVCache(batch, max_len, max_nodes, dtype=weight.dtype, device=weight.device)
+        cache = KVCache(
+            batch,
+            max_len,
+            max_nodes,
+            dtype=weight.dtype,
+            device=weight.device,
+            num_layers=self.config.num_layers,
+        )
         shape = (batch, self.shape.hidden_size)
         return EagleState(cache, torch.zeros(shape, dtype=weight.dtype, device=weight.device), [])
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from headstart.heads.attention import grouped_attention
 from headstart.heads.cache import KVCache
 from headstart.heads.target import TargetShape
 
@@ -90,9 +91,7 @@ class Attention(nn.Module):
         value = self.v_proj(x_BTD).view(heads).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, layer)
-        seen = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask.to(query.dtype), enable_gqa=True
-        )
+        seen = grouped_attention(query, key, value, mask.to(query.dtype))
         return self.o_proj(seen.transpose(1, 2).reshape(B, T, -1))
 
 

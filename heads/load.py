@@ -16,9 +16,12 @@ from omegaconf import MISSING
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from headstart.files import atomic_directory, check_free_space, home, locked
+from headstart.heads import attention
 from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
+# Our masked attention is sdpa without copies of keys and values.
+ATTENTION = {"sdpa": attention.NAME, "eager": "eager"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,7 +43,7 @@ class TargetConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"target.dtype={self.dtype}: expected one of {', '.join(DTYPES)}")
-        if self.attention not in ("sdpa", "eager"):
+        if self.attention not in ATTENTION:
             raise ValueError(
                 f"target.attention={self.attention}: tree masks need sdpa or eager attention"
             )
@@ -58,7 +61,7 @@ def load_target(config: TargetConfig) -> Target:
     where = {"revision": config.revision} if config.revision else {}
     tokenizer = AutoTokenizer.from_pretrained(path, **where)
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[config.dtype], attn_implementation=config.attention, **where
+        path, dtype=DTYPES[config.dtype], attn_implementation=ATTENTION[config.attention], **where
     )
     return Target(model.to(device), tokenizer, name=config.path)
 

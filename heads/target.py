@@ -162,7 +162,13 @@ class Target:
                 "only training from captured features works with this target"
             )
         return KVCache(
-            batch, max_len, max_nodes, dtype=self.dtype, device=self.device, windows=self.windows
+            batch,
+            max_len,
+            max_nodes,
+            dtype=self.dtype,
+            device=self.device,
+            windows=self.windows,
+            num_layers=self.shape.num_layers,
         )
 
     def pass_over(

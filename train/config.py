@@ -21,7 +21,7 @@ class TrainConfig:
     """Fraction at the end in which the rate falls linearly to zero; between, it is constant."""
     clip: float = 1.0
     """Largest global gradient norm."""
-    batch_rows: int = 8
+    batch_rows: int = 4
     """Rows a micro-batch."""
     accumulation: int = 1
     """Micro-batches an optimizer step."""

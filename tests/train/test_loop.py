@@ -60,9 +60,10 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
         torch.testing.assert_close(value, right[name], rtol=1e-4, atol=1e-6)
 
 
-def trainable(family: str) -> DraftHead:
+def trainable(family: str, draft_tokens: int | None = 64) -> DraftHead:
     """Make a head with random weights and a draft vocabulary, in training mode."""
-    vocab = some_vocab(64, of=chat_target().shape.vocab_size)
+    V = chat_target().shape.vocab_size
+    vocab = None if draft_tokens is None else some_vocab(draft_tokens, of=V)
     return make_head(family, chat_target(), vocab=vocab, **FAMILIES[family]).train()
 
 
@@ -133,6 +134,7 @@ def test_four_micro_batches_give_the_gradient_of_the_joined_batch(family):
     rows = [token_row(str(n), list(range(5 + n, 20 + 3 * n)), 14 - 4 * n) for n in range(4)]
     assert [row.supervised for row in rows] == [1, 7, 13, 19]
     loss, _, apart = gradient(trainable(family), [features([row]) for row in rows])
+    assert loss > 0.1
     joined_loss, _, joined = gradient(trainable(family), [features(rows)])
     assert loss == pytest.approx(joined_loss, rel=1e-5)
     assert_same(apart, joined)
@@ -143,8 +145,10 @@ def test_p25_more_padding_changes_neither_loss_nor_gradient(family):
     row, long = token_row("a", [9, 10, 11, 12], 2), token_row("b", list(range(5, 69)), 64)
     assert row.supervised == 2
     assert long.supervised == 0  # there to widen the batch to 64, nothing else
-    loss, _, change = gradient(trainable(family), [features([row])])
-    padded_loss, _, padded = gradient(trainable(family), [features([row, long])])
+    # The whole vocabulary: else both positions may be left out, and 0 equals 0.
+    loss, _, change = gradient(trainable(family, None), [features([row])])
+    padded_loss, _, padded = gradient(trainable(family, None), [features([row, long])])
+    assert loss > 0.1
     assert loss == pytest.approx(padded_loss, rel=1e-6)
     assert_same(change, padded)
 
@@ -216,15 +220,19 @@ def test_p28_a_weight_kept_in_bf16_would_not_move():
 # Whole runs
 
 
+def write_rows(directory: Path, rows: Sequence[TokenRow]) -> None:
+    template = ChatTemplate(chat_target().tokenizer).hash
+    writer = RowsWriter(directory, RowsMeta(chat_target().fingerprint, template, {}))
+    for row in rows:
+        writer.add(row)
+    writer.finish("made for a test", {})
+
+
 @pytest.fixture
 def job(tmp_path) -> TrainRun:
     """A run of two steps on five rows, three of them held out."""
-    template = ChatTemplate(chat_target().tokenizer).hash
-    for name, rows in (("rows", random_rows(5)), ("heldout", random_rows(3, seed=1))):
-        writer = RowsWriter(tmp_path / name, RowsMeta(chat_target().fingerprint, template, {}))
-        for row in rows:
-            writer.add(row)
-        writer.finish("made for a test", {})
+    write_rows(tmp_path / "rows", random_rows(5))
+    write_rows(tmp_path / "heldout", random_rows(3, seed=1))
     return TrainRun(
         target=TargetConfig(path="in memory"),
         head=families()["eagle"][0](draft_vocab_size=64),
@@ -494,3 +502,17 @@ def test_p54_a_head_overfitted_on_one_chat_is_accepted_there(
     whole = [r for r in rounds if r.stop != "cut" and r.drafted == depth]
     assert len(whole) >= 64 // (depth + 1) - 1
     assert sum(r.accepted for r in whole) >= 0.98 * sum(r.drafted for r in whole)
+
+
+def test_p54_tau_along_the_way_is_the_real_verifiers_on_the_trained_head(job, chat, tmp_path):
+    """One drafted token of an overfitted head is accepted in every round: tau comes near 2."""
+    write_rows(tmp_path / "chat", [chat])
+    job.rows = job.heldout_rows = str(tmp_path / "chat")
+    job.head = families()["eagle"][0](feature_noise=0.0)
+    job.tree = TreeConfig(name="chain1", depth=1)
+    job.train = TrainConfig(
+        lr=3e-3, max_steps=200, batch_rows=1, precision="fp32", eval_prompts=1, eval_new_tokens=41
+    )
+    train(chat_target(), job)
+    (tau,) = metrics(Path(job.out), "heldout/tau_with_bonus_micro")
+    assert tau == 2.0
