@@ -216,6 +216,8 @@ def run_step(step: Step) -> None:
         aside = _move_aside(step.directory)
         log.info("%s: %s changed; the earlier result is now %s", step.name, changed[0], aside)
     else:
+        if (step.directory / "head").exists():  # an interrupted training: its head is kept
+            log.info("%s: unfinished, moved to %s", step.name, _move_aside(step.directory))
         log.info("%s: to be made in %s", step.name, step.directory)
     start = time.perf_counter()
     step.work()

@@ -186,13 +186,6 @@ class FeatureStore:
                     f"{name}={value}; capture again"
                 )
 
-    def counts(self, vocab_size: int) -> Tensor:
-        """Return how often each target token is supervised, [V]."""
-        total = torch.zeros(vocab_size, dtype=torch.int64)
-        for shard in self._shards:
-            total += shard["tokens"][shard["loss_mask"]].bincount(minlength=vocab_size)
-        return total
-
     def batch(self, indices: Sequence[int]) -> FeatureBatch:
         """Return these rows with their stored features, right-padded to the longest."""
         columns: dict[str, list[Tensor]] = {}

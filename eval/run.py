@@ -35,6 +35,7 @@ def run(config: EvalRun) -> None:
             f"checkpoints={config.checkpoints}: no head checkpoint at {missing or 'all'}; "
             "give directories that hold config.json and model.safetensors"
         )
+    config.runtime.apply()
     target = load_target(config.target)
     evaluate_heads(
         target,

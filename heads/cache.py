@@ -6,7 +6,7 @@ Shapes: R rows taking part in a pass, N new nodes, P pending rows (written after
 kept yet, the new ones included), S slots read (a multiple of 128, so that shapes repeat).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,9 @@ class KVCache(Cache):
         self.windows = dict(windows or {"full_attention": None})
         self.lengths = [0] * batch  # on the host: known after the round's one synchronisation
         self.num_layers = num_layers
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._stacks: dict[tuple[int, ...], tuple[Tensor, Iterator[Tensor]]] = {}
+        self._keys: list[tuple[Tensor, int]] = []
+        self._values: list[tuple[Tensor, int]] = []
+        self._stacks: dict[tuple[int, ...], list[tuple[Tensor, int]]] = {}
         self._rows: slice | Tensor = slice(0, 0)
         self._slots: slice | Tensor = slice(0, 0)
         self._extent = 0
@@ -112,22 +112,31 @@ class KVCache(Cache):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
         return (
-            self._write_and_read(self._keys[layer_idx], key_states),
-            self._write_and_read(self._values[layer_idx], value_states),
+            self._write_and_read(*self._keys[layer_idx], key_states),
+            self._write_and_read(*self._values[layer_idx], value_states),
         )
 
-    def _allocate(self, states: Tensor) -> Tensor:
-        """Return one layer's keys or values, cut from a stack: `keep` moves a whole stack at once."""
+    @property
+    def stacks(self) -> list[Tensor]:
+        """Everything stored: [layers, batch, H, slots, d], one tensor a shape."""
+        return [stack[0][0] for stack in self._stacks.values()]
+
+    def _allocate(self, states: Tensor) -> tuple[Tensor, int]:
+        """Return one layer's keys or values, cut from a stack that `keep` moves as a whole."""
         shape = (self.batch, states.shape[1], self.capacity, states.shape[3])
         if shape not in self._stacks:
             # Zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN would be NaN.
             stack = torch.zeros(
                 2 * self.num_layers, *shape, dtype=states.dtype, device=states.device
             )
-            self._stacks[shape] = (stack, iter(stack))
-        return next(self._stacks[shape][1])
+            self._stacks[shape] = []
+        else:
+            stack = self._stacks[shape][0][0]
+        self._stacks[shape].append((stack, len(self._stacks[shape])))
+        return self._stacks[shape][-1]
 
-    def _write_and_read(self, stored: Tensor, new: Tensor) -> Tensor:
+    def _write_and_read(self, stack: Tensor, index: int, new: Tensor) -> Tensor:
+        stored = stack[index]
         if isinstance(self._slots, slice):
             stored[self._rows, :, self._slots] = new
         else:
@@ -155,7 +164,7 @@ class KVCache(Cache):
             source_RK = start_R1 + torch.tensor(padded, device=self.device_)
             target_RK = start_R1 + torch.arange(width, device=self.device_)
             rows_R1 = torch.arange(len(paths), device=self.device_)[:, None]
-            for stack, _ in self._stacks.values():
+            for stack in self.stacks:
                 stack[:, rows_R1, :, target_RK] = stack[:, rows_R1, :, source_RK]
         self.advance([len(path) for path in paths])
 
@@ -167,7 +176,7 @@ class KVCache(Cache):
     def move_row(self, source: int, destination: int) -> None:
         """Copy one row's committed content over another row."""
         length = self.lengths[source]
-        for stack, _ in self._stacks.values():
+        for stack in self.stacks:
             stack[:, destination, :, :length] = stack[:, source, :, :length]
         self.lengths[destination] = length
 
@@ -175,8 +184,8 @@ class KVCache(Cache):
         """Return the committed (keys, values) [H, length, d] of one row, layer by layer."""
         length = self.lengths[row]
         return [
-            (key[row, :, :length], value[row, :, :length])
-            for key, value in zip(self._keys, self._values, strict=True)
+            (key[i, row, :, :length], value[j, row, :, :length])
+            for (key, i), (value, j) in zip(self._keys, self._values, strict=True)
         ]
 
     # What transformers may ask of a Cache; masks and positions are always given by the caller.

@@ -41,11 +41,14 @@ class Progress:
     """Training only."""
     by_stage: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "head": 0.0})
 
-    def fraction(self, config: TrainConfig) -> float:
-        """Return how much of the budget is used, in [0, 1]: the larger of steps and seconds."""
+    def fraction(self, config: TrainConfig, ahead: float = 0.0) -> float:
+        """Return how much of the budget is used, in [0, 1]: the larger of steps and seconds.
+
+        `ahead` counts steps not taken yet: half of the coming one sets its learning rate.
+        """
         parts = [0.0]
         if config.max_steps is not None:
-            parts.append(self.step / config.max_steps)
+            parts.append((self.step + ahead) / config.max_steps)
         if config.max_seconds is not None:
             parts.append(self.seconds / config.max_seconds)
         return min(1.0, max(parts))
@@ -87,7 +90,7 @@ def train_head(
             start = time.perf_counter()
             epoch, window = next(windows)
             batches = [source.batch(rows).to(accelerator.device) for rows in window]
-            loaded, lr = time.perf_counter(), rate(progress.fraction(config), config)
+            loaded, lr = time.perf_counter(), rate(progress.fraction(config, 0.5), config)
             loss, norm = train_step(
                 head,
                 batches,

@@ -57,6 +57,8 @@ def run(config: TrainRun) -> None:
 
 def train(target: Target, config: TrainRun) -> Progress:
     """Train one head: target, rows, head, features, loop."""
+    if (Path(config.out) / "head").exists():
+        raise ValueError(f"out={config.out}: holds a head already; choose another directory")
     set_seed(config.train.seed)
     accelerator = make_accelerator(config.train.precision, target.device)
     rows, meta = load_rows(config.rows, target)

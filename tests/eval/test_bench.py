@@ -388,19 +388,19 @@ def test_evaluate_heads_writes_a_directory_an_arm_and_a_report(tmp_path, chat_ta
         run_config={"seed": 0},
     )
     names = [r.drafter.name for r in results]
-    assert names == ["medusa-head-chain2", "medusa-head-fork"]
+    assert names == ["medusa-runs-chain2", "medusa-runs-fork"]
     assert [r.drafter.tree for r in results] == ["chain:2", "static:fork"]
     assert [r.drafter.verify_scheme for r in results] == ["a1", "b"]
     assert all(r.equality.fraction_identical == 1.0 for r in results)
     assert [read_result(tmp_path / "out" / name) for name in names] == results
-    assert "medusa-head-fork" in (tmp_path / "out" / "report.md").read_text()
-    assert "medusa-head-chain2" in capsys.readouterr().out
+    assert "medusa-runs-fork" in (tmp_path / "out" / "report.md").read_text()
+    assert "medusa-runs-chain2" in capsys.readouterr().out
 
 
 def test_heads_of_one_directory_name_are_told_apart_by_their_parents(tmp_path, chat_target):
     paths = [save_medusa(tmp_path / run / "head", chat_target) for run in ("a", "b")]
     arms = head_arms(paths, [CHAIN], chat_target, GREEDY, force=False)
-    assert [a.name for a in arms] == ["medusa-a-head-chain2", "medusa-b-head-chain2"]
+    assert [a.name for a in arms] == ["medusa-a-chain2", "medusa-b-chain2"]
 
 
 def test_a_head_given_twice_is_refused(tmp_path, chat_target):

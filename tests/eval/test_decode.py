@@ -318,9 +318,9 @@ def test_p43_the_cache_is_not_read_at_a_padding_slot(
 
     def keep_and_spoil(cache: KVCache, paths: list[list[int]]) -> None:
         keep(cache, paths)
-        for stored in (*cache._keys, *cache._values):
+        for stack in cache.stacks:
             for row, length in enumerate(cache.lengths):
-                stored[row, :, length:] = 1e6
+                stack[:, row, :, length:] = 1e6
 
     prompts = requests(3, 24)
     want = tokens_of(run(tiny, None, prompts))

@@ -126,7 +126,7 @@ def test_p26_ten_micro_batches_by_fours_are_three_steps_with_their_own_counts(tm
 
 def test_p26_the_schedule_moves_once_a_step(tmp_path):
     train_line(Numbers([[1]] * 10), tmp_path, max_steps=3, accumulation=4, lr=0.3, decay=1.0)
-    assert metrics(tmp_path, "train/lr") == pytest.approx([0.3, 0.2, 0.1])
+    assert metrics(tmp_path, "train/lr") == pytest.approx([0.25, 0.15, 0.05])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -295,6 +295,7 @@ def test_a_run_leaves_what_it_was_trained_on_in_its_checkpoint(job):
 def test_the_same_seed_trains_the_same_head(job):
     digests = set()
     for _ in range(2):
+        job.out += "-next"
         train(chat_target(), job)
         digests.add((Path(job.out) / "head" / "model.safetensors").read_bytes())
     assert len(digests) == 1
@@ -303,6 +304,7 @@ def test_the_same_seed_trains_the_same_head(job):
 def test_one_process_may_train_in_both_precisions_in_turn(job):
     for precision in ("bf16", "fp32", "bf16"):
         job.train.precision = precision
+        job.out += "-next"
         assert train(chat_target(), job).step == 2
 
 
@@ -310,7 +312,7 @@ def test_online_and_captured_features_train_the_same_head(job):
     job.train.precision = "fp32"
     train(chat_target(), job)
     captured, _ = load_head(Path(job.out) / "head")
-    job.train.features = "online"
+    job.train.features, job.out = "online", f"{job.out}-online"
     train(chat_target(), job)
     online, _ = load_head(Path(job.out) / "head")
     assert_same(dict(captured.named_parameters()), dict(online.named_parameters()))
@@ -325,6 +327,7 @@ def test_a_features_directory_that_online_training_ignores_is_told(job):
 def test_p18_features_of_other_rows_are_refused(job):
     train(chat_target(), job)
     job.features, job.rows = f"{job.rows}-features", job.heldout_rows
+    job.out += "-next"
     with pytest.raises(ValueError, match="feature store: made with rows_hash="):
         train(chat_target(), job)
 
@@ -367,8 +370,15 @@ def test_p12_a_warm_start_keeps_vocabulary_and_weights(job, tmp_path):
 def test_a_warm_start_with_other_head_options_is_refused_by_name(job):
     train(chat_target(), job)
     job.train.init_from = str(Path(job.out) / "head")
+    job.out += "-next"
     job.head = families()["eagle"][0](draft_vocab_size=64, num_layers=2)
     with pytest.raises(ValueError, match="its head differs in num_layers"):
+        train(chat_target(), job)
+
+
+def test_a_directory_that_holds_a_head_is_refused(job):
+    train(chat_target(), job)
+    with pytest.raises(ValueError, match="holds a head already; choose another directory"):
         train(chat_target(), job)
 
 
