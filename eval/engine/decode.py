@@ -111,7 +111,13 @@ class _Loop:
         self.rows: list[_Row] = []
 
     def refill(self, queue: deque[Request]) -> Iterator[Completion]:
-        """Prefill waiting prompts together until the batch is full; some may end right there."""
+        """Prefill waiting prompts, once enough rows are free, until the batch is full.
+
+        Some may end right there. A prefill of one prompt costs a large batch more than a few rows
+        that stay empty for some rounds, so an eighth of the rows must be free.
+        """
+        if self.rows and self.batch_size - len(self.rows) < self.batch_size / 8:
+            return
         while queue and len(self.rows) < self.batch_size:
             start, first = self._clock(), len(self.rows)
             fresh = list(range(first, min(self.batch_size, first + len(queue))))
@@ -119,8 +125,21 @@ class _Loop:
                 self.rows.append(self._admit(queue.popleft(), start))
                 self.cache.reset(index)
                 self.drafter.begin(index)
-            self._prefill(fresh, start)
+            for group in self._of_like_length(fresh):
+                self._prefill(group, self._clock())
             yield from self._retire()
+
+    def _of_like_length(self, fresh: list[int]) -> list[list[int]]:
+        """Split rows into groups whose padding is at most a third of their prompts."""
+        lengths = {index: len(self.rows[index].request.token_ids) for index in fresh}
+        groups: list[list[int]] = [[]]
+        for index in sorted(fresh, key=lambda i: lengths[i]):  # the newest is the longest
+            group = groups[-1]
+            real = sum(lengths[i] for i in group) + lengths[index]
+            if 3 * (len(group) + 1) * lengths[index] > 4 * real:
+                groups.append([])
+            groups[-1].append(index)
+        return groups
 
     def _admit(self, request: Request, start: float) -> _Row:
         limit = min(request.max_new_tokens, self.context - len(request.token_ids))
