@@ -50,9 +50,9 @@ def head_arms(
         )
     arms = []
     for path, label in zip(checkpoints, _labels(checkpoints), strict=True):
-        head, info = load_head(path, dtype=target.dtype)
+        head, info = load_head(path)
         note = check_pairing(path, info, head, target, force=force)
-        head.to(target.device)
+        target.adopt(head)
         label = label if info.family in label else f"{info.family}-{label}"
         notes = tuple(n for n in (note, _other_template(path, info, template_hash)) if n)
         for tree in trees:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
@@ -65,8 +64,11 @@ def save_head(directory: Path, head: DraftHead, info: HeadInfo) -> None:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "headstart"})
 
 
-def load_head(directory: Path, *, dtype: torch.dtype = torch.float32) -> tuple[DraftHead, HeadInfo]:
-    """Read a checkpoint. Raises FileNotFoundError, or a ValueError naming what is wrong with it."""
+def load_head(directory: Path) -> tuple[DraftHead, HeadInfo]:
+    """Read a checkpoint in fp32, frozen.
+
+    Raises FileNotFoundError, or a ValueError naming what is wrong with it.
+    """
     directory = Path(directory)
     config = _read_config(directory)
     info = _plain(HeadInfo, config["info"], f"{directory}/config.json: info")
@@ -91,7 +93,7 @@ def load_head(directory: Path, *, dtype: torch.dtype = torch.float32) -> tuple[D
         )
     _check_tensors(directory, tensors, head.state_dict())
     head.load_state_dict(tensors, strict=True)
-    return head.to(dtype).eval().requires_grad_(False), info
+    return head.float().eval().requires_grad_(False), info
 
 
 def check_pairing(

@@ -39,6 +39,8 @@ class TargetConfig:
     """auto (a GPU when there is one), cpu, cuda, cuda:1, ..."""
     attention: str = "sdpa"
     """sdpa or eager: transformers' attention implementation (soft-capped attention needs eager)."""
+    pack: bool = True
+    """On a CPU, lay weights out for its matrix kernels; false leaves the model as it was loaded."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -63,7 +65,10 @@ def load_target(config: TargetConfig) -> Target:
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=DTYPES[config.dtype], attn_implementation=ATTENTION[config.attention], **where
     )
-    return Target(model.to(device), tokenizer, name=config.path)
+    target = Target(model.to(device), tokenizer, name=config.path)
+    if config.pack:
+        target.pack()
+    return target
 
 
 def pick_device(name: str) -> torch.device:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from headstart.files import atomic_path
+from headstart.heads.packing import can_pack, pack_weight, packed_linear
 
 
 @dataclass
@@ -25,10 +26,19 @@ class ReadOut:
     bias_W: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    packed_WD: Tensor | None = None
+    """The same weight packed for decoding; training reads weight_WD, which gradients pass."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [.., W] of hidden [.., D]."""
-        return self.post(F.linear(hidden, self.weight_WD, self.bias_W))
+        if self.packed_WD is None or _in_training(hidden, self.weight_WD.dtype):
+            return self.post(F.linear(hidden, self.weight_WD, self.bias_W))
+        return self.post(packed_linear(hidden, self.packed_WD, self.bias_W))
+
+    def pack(self) -> None:
+        """Keep a packed copy of the weight beside it, where the device has use for one."""
+        if can_pack(self.weight_WD.device, self.weight_WD.dtype):
+            self.packed_WD = pack_weight(self.weight_WD)
 
     def post(self, logits: Tensor) -> Tensor:
         """Apply the target's logit scale and soft cap."""
@@ -41,7 +51,10 @@ class ReadOut:
     def rows(self, ids_W: Tensor) -> "ReadOut":
         """Return the read-out of these vocabulary rows only, as its own contiguous weight."""
         bias = None if self.bias_W is None else self.bias_W[ids_W]
-        return ReadOut(self.weight_WD[ids_W].contiguous(), bias, self.scale, self.softcap)
+        rows = ReadOut(self.weight_WD[ids_W].contiguous(), bias, self.scale, self.softcap)
+        if self.packed_WD is not None:
+            rows.pack()
+        return rows
 
 
 @dataclass
@@ -117,6 +130,12 @@ class TargetParts:
         weight = tensors["readout"]
         readout = ReadOut(weight, tensors.get("bias"), float(scalars["scale"]), softcap)
         return cls(tensors.get("embedding", weight), float(scalars["embed_scale"]), readout)
+
+
+def _in_training(hidden: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a gradient or a cast is due, of which packed weights know nothing."""
+    cast = torch.is_autocast_enabled(hidden.device.type) or hidden.dtype != dtype
+    return cast or (hidden.requires_grad and torch.is_grad_enabled())
 
 
 def _embed_scale(rows: Tensor, seen: Tensor) -> float:

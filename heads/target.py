@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.cache import KVCache
+from headstart.heads.packing import pack_linears
 from headstart.heads.parts import TargetParts
 
 AUX_CONVENTION = "hidden_states[s]"  # s = input of layer s; stored with every artifact
@@ -106,6 +107,18 @@ class Target:
         self.stop_ids = _stop_ids(model, tokenizer)
         self._check_readout()
         _warn_of_penalties(model)
+
+    def pack(self) -> None:
+        """Pack the weights of the layers and the read-out, where that is of use; see packing.py."""
+        pack_linears(self.decoder)
+        self.parts.readout.pack()
+        self._check_readout()
+
+    def adopt(self, head: nn.Module) -> None:
+        """Bring a trained head to the target's device and dtype, packed when the target is."""
+        head.to(self.device, self.dtype).eval().requires_grad_(False)
+        if self.parts.readout.packed_WD is not None:
+            pack_linears(head)
 
     @torch.no_grad()
     def forward(

@@ -223,7 +223,7 @@ class _Evaluation:
     def _tau(self, head: DraftHead) -> float:
         served = build_head(head.config, head.shape, head.vocab)
         served.load_state_dict(head.state_dict())
-        served = served.to(self.target.device, self.target.dtype).eval().requires_grad_(False)
+        self.target.adopt(served)
         greedy = SamplingConfig()
         drafter = HeadDrafter(served, self.target.parts, self.config.tree.shape(), sampling=greedy)
         return quick_tau(

@@ -1,0 +1,100 @@
+"""Packed weights: the same numbers, in training and in decoding, and left alone where they must."""
+
+import copy
+
+import pytest
+import torch
+from models import seeded, target_of, tiny_model
+from torch import nn
+
+from headstart.heads.packing import PackedLinear, can_pack, pack_linears
+from headstart.heads.target import Target
+
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.device("cpu"), torch.float32), reason="this torch has no oneDNN"
+)
+
+
+def _states(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _dtypes() -> list[torch.dtype]:
+    return [d for d in (torch.float32, torch.bfloat16) if can_pack(torch.device("cpu"), d)]
+
+
+@pytest.mark.parametrize("dtype", _dtypes())
+@pytest.mark.parametrize("shape", [(24,), (3, 24), (2, 5, 24), (0, 24), (2, 0, 24)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_gives_what_the_layer_gives(
+    dtype: torch.dtype, shape: tuple[int, ...], bias: bool
+) -> None:
+    linear = seeded(0, lambda: nn.Linear(24, 40, bias=bias)).to(dtype).requires_grad_(False)
+    hidden = _states(*shape).to(dtype)
+    have, want = PackedLinear(linear)(hidden), linear(hidden)
+    assert have.shape == want.shape
+    assert have.dtype == dtype
+    torch.testing.assert_close(have, want, rtol=0, atol=0 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_strided_input_is_read_as_it_stands() -> None:
+    linear, hidden = nn.Linear(24, 8).requires_grad_(False), _states(24, 6)
+    packed = PackedLinear(linear)
+    torch.testing.assert_close(packed(hidden.t()), linear(hidden.t()), rtol=0, atol=1e-6)
+
+
+def test_fp64_fp16_and_other_devices_are_not_packed() -> None:
+    assert not can_pack(torch.device("cpu"), torch.float64)
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    assert not can_pack(torch.device("meta"), torch.float32)
+    module = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64))
+    pack_linears(module)
+    assert type(module[0]) is nn.Linear
+
+
+def test_layers_of_a_derived_class_keep_their_own_forward() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(hidden)
+
+    module = nn.Sequential(Doubling(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    pack_linears(module)
+    assert type(module[0]) is Doubling
+    assert type(module[1][0]) is PackedLinear
+
+
+def _pair() -> tuple[Target, Target]:
+    model = tiny_model()
+    packed = target_of(copy.deepcopy(model))
+    packed.pack()
+    return target_of(model), packed
+
+
+def test_a_packed_target_has_the_same_states_logits_and_fingerprint() -> None:
+    plain, packed = _pair()
+    tokens = torch.arange(20)[None]
+    have, want = packed.forward(tokens).hidden_BTD, plain.forward(tokens).hidden_BTD
+    torch.testing.assert_close(have, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed.readout(have), plain.readout(want), rtol=0, atol=1e-5)
+    assert packed.fingerprint == plain.fingerprint
+    assert any(isinstance(m, PackedLinear) for m in packed.decoder.modules())
+
+
+def test_gradients_and_autocast_pass_by_the_packed_copy() -> None:
+    _, packed = _pair()
+    readout = packed.parts.readout
+    hidden = _states(3, packed.shape.hidden_size).requires_grad_()
+    readout(hidden).sum().backward()
+    torch.testing.assert_close(hidden.grad, readout.weight_WD.sum(0).expand_as(hidden))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert readout(hidden.detach()).dtype == torch.bfloat16
+
+
+def test_a_draft_vocabulary_of_a_packed_read_out_is_packed_too() -> None:
+    plain, packed = _pair()
+    ids = torch.tensor([1, 5, 9])
+    rows = packed.parts.readout.rows(ids)
+    assert rows.packed_WD is not None
+    assert plain.parts.readout.rows(ids).packed_WD is None
+    hidden = _states(2, packed.shape.hidden_size)
+    torch.testing.assert_close(rows(hidden), plain.readout(hidden)[:, ids], rtol=0, atol=1e-5)
