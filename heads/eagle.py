@@ -89,14 +89,16 @@ class EagleHead(DraftHead):
         self.rotary = Rotary(shape)
 
     def initialise(self, parts: TargetParts) -> None:
-        """Keep the library's defaults, the token embedding brought to unit size at the input of fc.
+        """Start from the feature as it is, the token embedding brought to unit size beside it.
 
         A target's embedding can be far smaller than its states (SmolLM2: 0.12 against 2.0 root mean
-        square): without this the head hardly sees the newest token at first.
+        square): unscaled, the head would hardly see the newest token at first.
         """
         size = parts.embedding_VD.float().square().mean().sqrt().item() * parts.embed_scale
+        D = self.shape.hidden_size
         with torch.no_grad():
-            self.fc.weight[:, : self.shape.hidden_size] /= max(size, 1e-6)
+            self.fc.weight[:, :D] /= max(size, 1e-6)
+            nn.init.eye_(self.fc.weight[:, D:])
 
     def run(
         self,

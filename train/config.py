@@ -11,13 +11,13 @@ class TrainConfig:
 
     lr: float = 1e-3
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: float = 0.1
     """AdamW weight decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW moment decays."""
     warmup: float = 0.05
     """Fraction of the run in which the rate rises linearly."""
-    decay: float = 0.3
+    decay: float = 0.8
     """Fraction at the end in which the rate falls linearly to zero; between, it is constant."""
     clip: float = 1.0
     """Largest global gradient norm."""
