@@ -61,7 +61,7 @@ def prompt_sums(
     """Sum the rounds of one prompt; `plain` is the same prompt decoded without a drafter.
 
     Tokens are counted from ids in both arms. `draft_calls_per_round` is how often the drafter ran
-    its network in a round; 0 leaves cost_ratio_c null.
+    its network while drafting (t_draft); 0 leaves cost_ratio_c null.
     """
     rounds = completion.rounds
     full = [r for r in rounds if r.stop != "cut"]
@@ -270,7 +270,8 @@ FIGURES: dict[str, Figure] = {
     **_speed_figures("decode", "prefill and the token it yields excluded in both arms"),
     **_speed_figures("e2e", "prefill and the token it yields included in both arms"),
     "cost_ratio_c": Figure(
-        "seconds of one draft step over seconds of one plain token",
+        "seconds of one draft step over seconds of one plain token; null when the refresh that "
+        "follows verification gives all depths",
         lambda s: ratio(ratio(s["t_draft"], s["draft_calls"]), _seconds_per_plain_token(s)),
     ),
     "verify_ratio": Figure(

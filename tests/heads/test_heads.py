@@ -257,6 +257,19 @@ def test_p24_layers_with_zero_branches_are_the_identity(tiny: Target, layers: in
     assert _loss(head, batch, tiny).isfinite()
 
 
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+def test_eagle_starts_from_the_feature_and_sees_a_token_of_unit_size(scale: float) -> None:
+    model = tiny_model()
+    model.get_input_embeddings().weight.data *= scale
+    target, D = target_of(model), model.config.hidden_size
+    head = make_head("eagle", target, seed=None)
+    assert torch.equal(head.fc.weight[:, D:], torch.eye(D))
+    embedded_VD = target.parts.embed(torch.arange(target.shape.vocab_size))
+    # torch draws fc's weights with variance 1 / (3 * 2D), so unit rows come out with 1 / 6.
+    size = (embedded_VD @ head.fc.weight[:, :D].T).square().mean().item()
+    assert size == pytest.approx(1 / 6, rel=0.2)
+
+
 # Drafting equals training.
 
 

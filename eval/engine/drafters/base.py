@@ -23,7 +23,7 @@ class Drafter(Protocol):
     num_nodes: int
     """N, fixed for the run."""
     draft_calls: int
-    """Model calls a round, the refresh included."""
+    """Model calls that `propose` makes; `observe` makes the first one, timed as commit."""
 
     def start(self, batch: int, max_len: int) -> None:
         """Make room for `batch` rows of up to `max_len` tokens."""

@@ -67,7 +67,7 @@ class HeadDrafter:
         if self.sampled:
             _refuse_gaps(shape)
         steps = [] if head.max_depth is not None else self._levels[1:]
-        self.draft_calls = 1 + len(steps)
+        self.draft_calls = len(steps)
         self._logits_BKW = torch.empty(0)
 
     def start(self, batch: int, max_len: int) -> None:
