@@ -104,6 +104,8 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
     )
     answer_tokens = (config.data.num_prompts or 1000) * config.generate.max_new_tokens
     row_settings = base | _flat(generate=config.generate, answers=config.answers)
+    # Refused now rather than after the rows are made: taps that do not fit the target.
+    taps = sorted({s for head in config.heads.values() for s in head.taps(target.shape)})
     steps = []
     for name, data, tokens in (
         ("rows", config.data, answer_tokens),
@@ -130,9 +132,9 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
             Step(
                 "capture features",
                 out / "features",
-                rows_settings,
+                rows_settings | {"aux": taps},
                 1.6 * answer_tokens / rates["capture"],
-                lambda: _capture(target, out),
+                lambda: _capture(target, out, taps),
             )
         )
     for name, head in config.heads.items():
@@ -233,9 +235,9 @@ def _move_aside(directory: Path) -> Path:
     return directory.rename(aside)
 
 
-def _capture(target: Target, out: Path) -> None:
+def _capture(target: Target, out: Path, taps: list[int]) -> None:
     rows, meta = read_rows(out / "rows")
-    capture(target, rows, out / "features", template_hash=meta.template_hash)
+    capture(target, rows, out / "features", template_hash=meta.template_hash, taps=taps)
 
 
 def _flat(**configs: Any) -> dict[str, Any]:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.eval.engine.drafters.base import Drafter
+from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter
+from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.result import LOSSLESS_SCHEMES, DrafterInfo
 from headstart.eval.settings import TreeConfig
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import HeadInfo, check_pairing, load_head
+from headstart.heads.parts import TargetParts
 from headstart.heads.target import Target
 
 
@@ -41,7 +44,7 @@ def head_arms(
     """Load every checkpoint once, in the target's dtype, and pair it with every tree.
 
     Raises ValueError for a head of another target (unless `force`, which leaves a note in the
-    results), a tree deeper than the head, and no or repeated checkpoints or trees.
+    results), a tree that the head cannot draft, and no or repeated checkpoints or trees.
     """
     if not checkpoints or not trees:
         raise ValueError(
@@ -56,10 +59,9 @@ def head_arms(
         label = label if info.family in label else f"{info.family}-{label}"
         notes = tuple(n for n in (note, _other_template(path, info, template_hash)) if n)
         for tree in trees:
-            drafter = _head_drafter(head, tree, target, sampling)
+            drafter = head_drafter(head, target.parts, tree, sampling)
             described = _describe(f"{label}-{tree.name}", path, info, tree, drafter)
-            is_chain = drafter.num_nodes == drafter.shape.max_depth + 1
-            arms.append(Arm(described.name, drafter, described, is_chain, notes))
+            arms.append(Arm(described.name, drafter, described, drafter.shape.is_chain, notes))
     refuse_repeats([arm.name for arm in arms])
     return arms
 
@@ -86,20 +88,24 @@ def _labels(checkpoints: Sequence[Path]) -> list[str]:
     raise ValueError(f"checkpoint {repeated} is given twice; drop one")
 
 
-def _head_drafter(
-    head: DraftHead, tree: TreeConfig, target: Target, sampling: SamplingConfig
-) -> HeadDrafter:
+def head_drafter(
+    head: DraftHead, parts: TargetParts, tree: TreeConfig, sampling: SamplingConfig
+) -> HeadDrafter | DynamicHeadDrafter:
+    """Make the drafter of a head and a tree. Raises ValueError where the two do not fit."""
+    shape = tree.shape()
+    if isinstance(shape, DynamicShape):
+        return DynamicHeadDrafter(head, parts, shape)
     if tree.children == "sampled" and sampling.temperature == 0:
         warnings.warn(
             "tree.children=sampled has no effect with sampling.temperature=0; raise the "
             "temperature or use top_k",
             stacklevel=3,
         )
-    return HeadDrafter(head, target.parts, tree.shape(), sampling=sampling, children=tree.children)
+    return HeadDrafter(head, parts, shape, sampling=sampling, children=tree.children)
 
 
 def _describe(
-    name: str, path: Path, info: HeadInfo, tree: TreeConfig, drafter: HeadDrafter
+    name: str, path: Path, info: HeadInfo, tree: TreeConfig, drafter: Drafter
 ) -> DrafterInfo:
     return DrafterInfo(
         name=name,

@@ -57,7 +57,7 @@ class DrafterInfo:
     family: str
     """Head family ('eagle3', 'medusa', ...) or kind of drafter ('ngram', 'suffix', ...)."""
     tree: str
-    """'chain:<k>', 'static:<name>' or 'dynamic:<top_k>/<levels>/<total>'."""
+    """'chain:<k>', 'static:<name>' or 'dynamic:<name>'."""
     verify_scheme: str
     """One of a, a1, b, c, c1, d (lossless) or typical."""
     lossless: bool

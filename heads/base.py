@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, D width, V vocabulary, W draft vocabulary, K depths, M
 """
 
 import importlib
+import math
 import pkgutil
 import warnings
 from abc import ABC, abstractmethod
@@ -18,12 +19,12 @@ import torch
 from hydra.core.config_store import ConfigStore
 from torch import Tensor, nn
 
+from headstart.heads.loss_kinds import parse_loss
 from headstart.heads.parts import ReadOut, TargetParts
 from headstart.heads.target import TargetShape
 from headstart.heads.vocab import DraftVocab
 
 OUT_OF_VOCAB = ("drop", "mass")
-LOSSES = ("ce_soft", "ce_hard")
 
 
 @dataclass
@@ -35,7 +36,11 @@ class HeadConfig:
     out_of_vocab: str = "drop"
     """Positions whose best target token cannot be drafted: drop, or weigh by in-vocabulary mass."""
     loss: str = "ce_soft"
-    """ce_soft: cross-entropy to the target's distribution; ce_hard: to the data token."""
+    """A loss of loss_kinds.py by name, or a weighted sum of them such as kl + 0.1*tv."""
+    lk_eta: float = 3.0
+    """lk_hybrid: how fast its weight moves from KL to TV as overlap grows."""
+    loss_top_k: int = 10
+    """topk_hass, kl_topk_tail: tokens of the target's law that are kept."""
     loss_chunk: int = 1024
     """Positions whose logits are held at once."""
 
@@ -48,18 +53,38 @@ class HeadConfig:
             raise ValueError(
                 f"head.out_of_vocab={self.out_of_vocab}: expected one of {', '.join(OUT_OF_VOCAB)}"
             )
-        if self.loss not in LOSSES:
-            raise ValueError(f"head.loss={self.loss}: expected one of {', '.join(LOSSES)}")
+        terms = set(parse_loss(self.loss))
+        if not 0 <= self.lk_eta < math.inf:
+            raise ValueError(f"head.lk_eta={self.lk_eta}: expected a number of at least 0")
+        if self.loss_top_k < 1:
+            raise ValueError(f"head.loss_top_k={self.loss_top_k}: need at least 1 token")
         if self.loss_chunk < 1:
             raise ValueError(f"head.loss_chunk={self.loss_chunk}: need at least 1 position")
-        if self.out_of_vocab == "mass" and (
-            self.draft_vocab_size is None or self.loss == "ce_hard"
-        ):
-            warnings.warn(
-                "head.out_of_vocab=mass has no effect without head.draft_vocab_size and "
-                "head.loss=ce_soft; use drop",
-                stacklevel=3,
+        for message in self._unused(terms):
+            warnings.warn(message, stacklevel=3)
+
+    def _unused(self, terms: set[str]) -> list[str]:
+        """Say which settings of the loss were changed to no effect."""
+        messages = []
+        if self.out_of_vocab == "mass" and (self.draft_vocab_size is None or terms == {"ce_hard"}):
+            messages.append(
+                "head.out_of_vocab=mass has no effect without head.draft_vocab_size and a "
+                "head.loss other than ce_hard; use drop"
             )
+        if self.lk_eta != HeadConfig.lk_eta and "lk_hybrid" not in terms:
+            messages.append("head.lk_eta has no effect without lk_hybrid in head.loss")
+        if self.loss_top_k != HeadConfig.loss_top_k and not terms & {"topk_hass", "kl_topk_tail"}:
+            messages.append(
+                "head.loss_top_k has no effect without topk_hass or kl_topk_tail in head.loss"
+            )
+        return messages
+
+    def taps(self, shape: TargetShape) -> tuple[int, ...]:
+        """Return the hidden_states[s] that the head reads, ascending; none: the last state.
+
+        Raises ValueError for settings that do not fit the target.
+        """
+        return ()
 
 
 @dataclass
@@ -100,18 +125,23 @@ class LossSums:
 
     def total(self, denominators: dict[str, Tensor]) -> Tensor:
         """Return the scalar loss under these global denominators; a zero count contributes 0."""
-        terms = [
-            (self.weights[name] * numerator / denominators[name].clamp(min=1)).sum()
-            for name, numerator in self.numerators.items()
-        ]
+        scale = loss_scale(self.weights, denominators)
+        terms = [(scale[name] * value).sum() for name, value in self.numerators.items()]
         return torch.stack(terms).sum()
+
+
+def loss_scale(weights: dict[str, Tensor], denominators: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what each numerator [K] of a term is multiplied by in the loss of a step."""
+    return {name: weight / denominators[name].clamp(min=1) for name, weight in weights.items()}
 
 
 class DraftHead(nn.Module, ABC):
     """Base of all heads. Holds trained tensors only; the target's parts come with each call."""
 
-    aux_features: tuple[int, ...] = ()
-    """hidden_states[s] the head needs beside the last one."""
+    aux_features: tuple[int, ...]
+    """hidden_states[s] the head reads in place of the last one, ascending; empty: the last one."""
+    depths_at_once: int = 1
+    """Depths whose logits `extend` returns; `step` gives the deeper ones."""
 
     def __init__(self, config: HeadConfig, shape: TargetShape, vocab: DraftVocab | None) -> None:
         super().__init__()
@@ -122,6 +152,7 @@ class DraftHead(nn.Module, ABC):
                 f"head.draft_vocab_size={wanted} but the draft vocabulary given is {have}"
             )
         self.config, self.shape, self.vocab = config, shape, vocab
+        self.aux_features = config.taps(shape)
         self._restricted: tuple[ReadOut, ReadOut] | None = None
 
     @property
@@ -144,9 +175,17 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, batch: FeatureBatch, parts: TargetParts, generator: torch.Generator | None = None
+        self,
+        batch: FeatureBatch,
+        parts: TargetParts,
+        generator: torch.Generator | None = None,
+        denominators: dict[str, Tensor] | None = None,
     ) -> LossSums:
-        """Return the loss sums of a batch, and metric sums in eval mode."""
+        """Return the loss sums of a batch, and metric sums in eval mode.
+
+        `denominators` are the counts of the whole optimizer step, for heads whose gradients need
+        the scale of the loss beforehand; without them the batch's own are meant.
+        """
 
     @abstractmethod
     def new_state(self, batch: int, max_len: int, max_nodes: int, parts: TargetParts) -> Any:
@@ -164,6 +203,7 @@ class DraftHead(nn.Module, ABC):
     ) -> Tensor:
         """Read verified pairs (features at t, token t+1), counts[r] of them in row r.
 
+        hidden_RMD is the target's last state, or the states of aux_features side by side.
         Drops all drafted state first. Returns logits [R, K, W] of the depths known without a step.
         """
 

@@ -6,12 +6,14 @@ Shapes: B rows, T new tokens, S tokens attended to, D width, H heads, d head wid
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.heads.attention import grouped_attention
 from headstart.heads.cache import KVCache
 from headstart.heads.target import TargetShape
+from headstart.heads.ttt import Unroll
 
 
 class RMSNorm(nn.Module):
@@ -64,34 +66,40 @@ def rotate(x_BHTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and an additive mask."""
+    """Grouped-query attention with rotary positions and an additive mask.
 
-    def __init__(self, shape: TargetShape) -> None:
+    `width` is that of its input, where it is not the target's own.
+    """
+
+    def __init__(self, shape: TargetShape, width: int | None = None) -> None:
         super().__init__()
         D, d = shape.hidden_size, shape.head_dim
         self.head_dim = d
-        self.q_proj = nn.Linear(D, shape.num_heads * d, bias=False)
-        self.k_proj = nn.Linear(D, shape.num_kv_heads * d, bias=False)
-        self.v_proj = nn.Linear(D, shape.num_kv_heads * d, bias=False)
+        self.q_proj = nn.Linear(width or D, shape.num_heads * d, bias=False)
+        self.k_proj = nn.Linear(width or D, shape.num_kv_heads * d, bias=False)
+        self.v_proj = nn.Linear(width or D, shape.num_kv_heads * d, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * d, D, bias=False)
 
     def forward(
         self,
         x_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
-        mask: Tensor,
-        cache: KVCache | None,
+        mask: Tensor | BlockMask,
+        cache: KVCache | Unroll | None,
         layer: int,
     ) -> Tensor:
-        """Attend; with a cache, over what it holds and the new rows."""
+        """Attend; with a cache, over what it holds and the new rows; see ttt.py for an Unroll."""
         B, T, _ = x_BTD.shape
         heads = (B, T, -1, self.head_dim)
         query = rotate(self.q_proj(x_BTD).view(heads).transpose(1, 2), *rotary)
         key = rotate(self.k_proj(x_BTD).view(heads).transpose(1, 2), *rotary)
         value = self.v_proj(x_BTD).view(heads).transpose(1, 2)
-        if cache is not None:
-            key, value = cache.update(key, value, layer)
-        seen = grouped_attention(query, key, value, mask.to(query.dtype))
+        if isinstance(cache, Unroll):
+            seen = cache.attend(query, key, value, mask, layer)
+        else:
+            if cache is not None:
+                key, value = cache.update(key, value, layer)
+            seen = grouped_attention(query, key, value, mask.to(query.dtype))
         return self.o_proj(seen.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -124,8 +132,8 @@ class DecoderLayer(nn.Module):
         self,
         x_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
-        mask: Tensor,
-        cache: KVCache | None = None,
+        mask: Tensor | BlockMask,
+        cache: KVCache | Unroll | None = None,
         layer: int = 0,
     ) -> Tensor:
         """Return the layer's output [B, T, D]; the residual is the un-normed input."""

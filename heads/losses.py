@@ -1,8 +1,9 @@
 """Distillation from the target, with logits held for a chunk of positions at a time.
 
 For a teacher position j (the target's distribution over token j+1) student k of K sits at position
-j-1-k. Shapes: N selected teacher positions, K depths, D width, W draft vocabulary.
-Formulas: EAGLE (arXiv 2401.15077, eq. for L_cls), Medusa (arXiv 2401.10774, eq. 1), soft labels.
+j-1-k. The losses themselves are in loss_kinds.py; here they are summed, masked and differentiated.
+Shapes: N selected teacher positions, K depths, D width, W draft vocabulary, S terms of the loss,
+O objectives that get a gradient of their own.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headstart.heads.base import FeatureBatch, HeadConfig
+from headstart.heads.loss_kinds import Draft, Law, divergence, loss_functions, overlap, parse_loss
 from headstart.heads.parts import ReadOut
 from headstart.heads.vocab import DraftVocab
+
+
+def loss_terms(config: HeadConfig) -> dict[str, float]:
+    """Return the weight of each loss in the sum that config.loss names."""
+    return parse_loss(config.loss)
 
 
 @dataclass
@@ -21,8 +29,9 @@ class Selection:
     """Teacher positions that at least one depth learns from.
 
     row_N, position_N index [B, T]; student_NK is the student's position (clamped where invalid);
-    label_N is the token after the teacher position. valid_NK says which depths are supervised, and
-    learned_NK which of them the loss counts: the draft vocabulary cannot express the others.
+    label_N is the token after the teacher position. valid_NK says which depths are supervised;
+    learned_NK which of them the losses from the target's law count, and learned_hard_NK which of
+    them ce_hard counts: the draft vocabulary cannot express the others.
     """
 
     row_N: Tensor
@@ -31,6 +40,11 @@ class Selection:
     label_N: Tensor
     valid_NK: Tensor
     learned_NK: Tensor
+    learned_hard_NK: Tensor
+
+    def learned(self, term: str) -> Tensor:
+        """Return what a loss counts [N, K], by its name."""
+        return self.learned_hard_NK if term == "ce_hard" else self.learned_NK
 
 
 def select(
@@ -44,23 +58,24 @@ def select(
     """Find what is supervised: a position counts when its LABEL is a supervised token.
 
     The student, the teacher and the label must lie in one document. With a draft vocabulary,
-    positions whose label (ce_hard) or best target token (ce_soft under `drop`) is outside are not
-    learned; all_supervised keeps them all the same, for metrics that must not leave them out.
+    ce_hard does not learn a label outside, nor under `drop` the other losses a position whose best
+    target token is; all_supervised keeps them all the same, for metrics that must not leave them
+    out.
     """
     tokens, documents = batch.tokens_BT, batch.document_BT
     length = tokens.shape[1]
     teacher_T = torch.arange(max(0, length - 1), device=tokens.device)
     label_BT, label_document_BT = tokens[:, 1:], documents[:, 1:]
     counts_BT = batch.loss_mask_BT[:, 1:].bool() & (label_document_BT >= 0)
-    inside_BT = torch.ones_like(counts_BT)
+    soft_BT = hard_BT = torch.ones_like(counts_BT)
     if vocab is not None:
         inside_V = vocab.to(tokens.device).t2d
-        if config.loss == "ce_hard":
-            inside_BT = inside_V[label_BT]
-        elif config.out_of_vocab == "drop":
-            inside_BT = inside_V[batch.argmax_BT[:, :-1]]
+        hard_BT = inside_V[label_BT]
+        if config.out_of_vocab == "drop":
+            soft_BT = inside_V[batch.argmax_BT[:, :-1]]
     if not all_supervised:
-        counts_BT = counts_BT & inside_BT
+        needed = [hard_BT if name == "ce_hard" else soft_BT for name in loss_terms(config)]
+        counts_BT = counts_BT & torch.stack(needed).any(0)
     student_TK = teacher_T[:, None] - 1 - torch.arange(depths, device=tokens.device)
     student_document_BTK = documents[:, student_TK.clamp(min=0)]
     valid_BTK = (student_TK >= 0) & (student_document_BTK == label_document_BT[..., None])
@@ -73,40 +88,37 @@ def select(
         student_TK.clamp(min=0)[position_N],
         label_BT[row_N, position_N],
         valid_NK,
-        valid_NK & inside_BT[row_N, position_N][:, None],
+        valid_NK & soft_BT[row_N, position_N][:, None],
+        valid_NK & hard_BT[row_N, position_N][:, None],
     )
+
+
+def token_denominators(selection: Selection, config: HeadConfig) -> dict[str, Tensor]:
+    """Count, by loss and depth [K], the positions that each loss of the sum is divided by."""
+    return {name: selection.learned(name).sum(0).float() for name in loss_terms(config)}
 
 
 @dataclass
 class Teacher:
-    """The target at the selected positions: states, log-normaliser, best token; what counts."""
+    """The target at the selected positions: states and log-normaliser, and what is counted."""
 
     hidden_ND: Tensor
     logsumexp_N: Tensor
     argmax_N: Tensor
-    label_N: Tensor
-    valid_NK: Tensor
-    """Positions and depths that metrics count."""
-    learned_NK: Tensor
-    """Positions and depths that the loss counts."""
+    selection: Selection
 
     @classmethod
     def at(cls, batch: FeatureBatch, selection: Selection) -> "Teacher":
         """Gather the teacher's side of a batch."""
         index = (selection.row_N, selection.position_N)
         return cls(
-            batch.hidden_BTD[index],
-            batch.logsumexp_BT[index],
-            batch.argmax_BT[index],
-            selection.label_N,
-            selection.valid_NK,
-            selection.learned_NK,
+            batch.hidden_BTD[index], batch.logsumexp_BT[index], batch.argmax_BT[index], selection
         )
 
 
 @dataclass
 class Distillation:
-    """One distillation: teacher, read-outs, vocabulary and loss kind, ready for `distill`."""
+    """One distillation: teacher, the target's read-out, vocabulary and losses, for `distill`."""
 
     teacher: Teacher
     readout: ReadOut
@@ -115,121 +127,175 @@ class Distillation:
 
 
 def distill(
-    student_NKD: Tensor, task: Distillation, own_KWD: Tensor | None = None, *, metrics: bool = False
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss numerators [K], and metric numerators [K] when asked for.
+    student_NKD: Tensor,
+    task: Distillation,
+    own_KWD: Tensor | None = None,
+    *,
+    own_WD: Tensor | None = None,
+    scale_K: dict[str, Tensor] | None = None,
+    metrics: bool = False,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the numerators [K] of each loss of the sum, and metric sums [K] when asked for.
 
-    The student is read out by the target's frozen rows, or by own_KWD (one trainable read-out a
-    depth). Gradients are accumulated chunk by chunk: memory grows with the chunk, not with N x W.
+    The student is read out by the target's frozen rows, by own_KWD (one trainable read-out a depth)
+    or by own_WD (one for all depths). Gradients are accumulated chunk by chunk: memory grows with
+    the chunk, not with N x W. For own_WD that takes scale_K (see `loss_scale`): by loss and depth,
+    the factor that a numerator gets in the scalar loss, up to one factor common to all.
     """
+    assert own_KWD is None or own_WD is None
+    assert (own_WD is None) == (scale_K is None), "scale_K goes with own_WD"
+    names = list(loss_terms(task.config))
+    own = own_KWD if own_WD is None else own_WD
+    scale_SK = None if scale_K is None else torch.stack([scale_K[name] for name in names])
     sums: dict[str, Tensor] = {}
-    if own_KWD is None:
-        own_KWD = student_NKD.new_empty(0)
-    numerators = _Chunked.apply(student_NKD, own_KWD, task, metrics, sums)
-    return numerators, sums
+    numerators_SK = _Chunked.apply(student_NKD, own, task, scale_SK, metrics, sums)
+    return dict(zip(names, numerators_SK.unbind(), strict=True)), sums
 
 
 class _Chunked(torch.autograd.Function):
     """Computes the gradients in the forward pass, so that no chunk's logits outlive it.
 
-    Numerator k depends on student k (and read-out k) only; backward scales each by its own factor.
+    Without a scale each loss is an objective of its own: numerator k depends on student k (and
+    read-out k) only, so backward can give every depth its own factor. A read-out that all depths
+    share mixes them; there the scaled sum of all numerators is the one objective.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, own: Tensor, task: Distillation, metrics: bool, sums: dict
+        ctx: Any,
+        student: Tensor,
+        own: Tensor | None,
+        task: Distillation,
+        scale_SK: Tensor | None,
+        metrics: bool,
+        sums: dict[str, Tensor],
     ) -> Tensor:
-        N, K = task.teacher.learned_NK.shape
-        grad_student = torch.zeros_like(student)
-        grad_own = torch.zeros_like(own)
-        total = torch.zeros(K, dtype=torch.float32, device=student.device)
+        N, K = task.teacher.selection.valid_NK.shape
+        S = len(loss_terms(task.config))
+        objectives = S if scale_SK is None else 1
+        wants_student, wants_own = ctx.needs_input_grad[:2]
+        grad_student = student.new_zeros(objectives, *student.shape) if wants_student else None
+        fp32 = {"dtype": torch.float32, "device": student.device}
+        grad_own = torch.zeros(objectives, *own.shape, **fp32) if wants_own else None
+        own_leaf = None if own is None else _leaf(own, wants_own)
+        total_SK = torch.zeros(S, K, **fp32)
         for start in range(0, N, task.config.loss_chunk):
             part = slice(start, start + task.config.loss_chunk)
             with torch.enable_grad():
-                leaf = student[part].detach().requires_grad_(ctx.needs_input_grad[0])
-                own_leaf = own.detach().requires_grad_(ctx.needs_input_grad[1])
-                numerator_K = _chunk_loss(leaf, own_leaf, task, part, metrics, sums)
-                leaves = [x for x in (leaf, own_leaf) if x.requires_grad]
-                grads = torch.autograd.grad(numerator_K.sum(), leaves) if leaves else ()
-            for source, grad in zip(leaves, grads, strict=True):
-                if source is leaf:
-                    grad_student[part] = grad
+                leaf = _leaf(student[part], wants_student)
+                numerators_SK = _chunk_losses(leaf, own_leaf, task, part, metrics, sums)
+                if scale_SK is None:
+                    wanted = numerators_SK.sum(1).unbind()
                 else:
-                    grad_own += grad
-            total += numerator_K.detach()
-        ctx.save_for_backward(grad_student, grad_own)
-        return total
+                    wanted = [(numerators_SK * scale_SK).sum()]
+            total_SK += numerators_SK.detach()
+            leaves = [x for x in (leaf, own_leaf) if x is not None and x.requires_grad]
+            for o, objective in enumerate(wanted if leaves else ()):
+                again = o + 1 < objectives
+                grads = torch.autograd.grad(objective, leaves, retain_graph=again)
+                for source, grad in zip(leaves, grads, strict=True):
+                    if source is leaf:
+                        grad_student[o, part] = grad
+                    else:
+                        grad_own[o] += grad
+        ctx.save_for_backward(grad_student, grad_own, scale_SK)
+        return total_SK
 
     @staticmethod
-    def backward(ctx: Any, scale_K: Tensor) -> tuple[Tensor | None, ...]:
-        grad_student, grad_own = ctx.saved_tensors
-        own = grad_own * scale_K[:, None, None] if grad_own.numel() else grad_own
-        return grad_student * scale_K[None, :, None], own, None, None, None
+    def backward(ctx: Any, factor_SK: Tensor) -> tuple[Tensor | None, ...]:
+        grad_student, grad_own, scale_SK = ctx.saved_tensors
+        factor_OK = factor_SK if scale_SK is None else _common_factor(factor_SK, scale_SK)
+        if grad_student is not None:
+            grad_student = (factor_OK[:, None, :, None] * grad_student).sum(0)
+        if grad_own is not None:
+            by_depth = factor_OK[..., None, None] if scale_SK is None else factor_OK[..., None]
+            grad_own = (by_depth * grad_own).sum(0)
+        return grad_student, grad_own, None, None, None, None
 
 
-def _chunk_loss(
+def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
+    """Detach, in the dtype that autocast would compute in.
+
+    Left to autocast, a copy of every leaf would be kept until its context ends.
+    """
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind):
+        tensor = tensor.to(torch.get_autocast_dtype(kind))
+    return tensor.detach().requires_grad_(wants_gradient)
+
+
+def _common_factor(factor_SK: Tensor, scale_SK: Tensor) -> Tensor:
+    """Return c [1, 1] of factor = c * scale."""
+    common = (factor_SK * scale_SK).sum() / scale_SK.square().sum().clamp(min=1e-30)
+    assert torch.allclose(factor_SK, common * scale_SK, rtol=1e-3, atol=0), (
+        "the loss gave numerators other factors than scale_K: were the denominators others?"
+    )
+    return common[None, None]
+
+
+def _chunk_losses(
     student_NKD: Tensor,
-    own_KWD: Tensor,
+    own: Tensor | None,
     task: Distillation,
     part: slice,
     metrics: bool,
     sums: dict[str, Tensor],
 ) -> Tensor:
-    """Return the numerators [K] of one chunk, in fp32; add to the metric sums."""
-    if own_KWD.numel():
-        logits_NKW = task.readout.post(torch.einsum("nkd,kwd->nkw", student_NKD, own_KWD)).float()
-    else:
-        logits_NKW = task.readout(student_NKD).float()
-    teacher = task.teacher
-    weight_NK = teacher.learned_NK[part].float()
-    normaliser_NK = logits_NKW.logsumexp(-1)
-    with torch.no_grad():
-        teacher_NW = task.readout(teacher.hidden_ND[part].to(student_NKD.dtype)).float()
-        if metrics:
-            _add_metrics(sums, logits_NKW.detach(), teacher_NW, task, part)
-    if task.config.loss == "ce_hard":
-        label_N = teacher.label_N[part]
-        if task.vocab is not None:
-            label_N = task.vocab.to(label_N.device).draft_id_V[label_N]
-        label_N1 = label_N.clamp(min=0)[:, None].expand(-1, logits_NKW.shape[1])
-        fit_NK = logits_NKW.gather(2, label_N1[..., None])[..., 0]
-    else:
-        if task.config.out_of_vocab == "mass" and task.vocab is not None:
-            mass_N = (teacher_NW.logsumexp(-1) - teacher.logsumexp_N[part]).exp()
-            weight_NK = weight_NK * mass_N[:, None]
-        # Not an einsum: autocast would run it in bf16.
-        fit_NK = (teacher_NW.softmax(-1)[:, None] * logits_NKW).sum(-1)
-    return ((normaliser_NK - fit_NK) * weight_NK).sum(0)
+    """Return the numerators [S, K] of one chunk, in fp32; add to the metric sums."""
+    draft, config = Draft(_logits(student_NKD, own, task.readout).float()), task.config
+    law = _law(task, part, student_NKD.dtype)
+    if metrics:
+        _add_metrics(sums, Draft(draft.logits_NKW.detach()), law, task, part)
+    kinds = loss_functions(eta=config.lk_eta, top_k=config.loss_top_k)
+    numerators = [
+        (kinds[name](draft, law) * task.teacher.selection.learned(name)[part]).sum(0)
+        for name in loss_terms(config)
+    ]
+    return torch.stack(numerators)
+
+
+def _logits(student_NKD: Tensor, own: Tensor | None, readout: ReadOut) -> Tensor:
+    """Read the student out by the target's rows or a trainable copy, [K, W, D] or [W, D]."""
+    if own is None:
+        return readout(student_NKD)
+    if own.dim() == 2:
+        return readout.post(F.linear(student_NKD, own))
+    return readout.post(torch.einsum("nkd,kwd->nkw", student_NKD, own))
+
+
+@torch.no_grad()
+def _law(task: Distillation, part: slice, dtype: torch.dtype) -> Law:
+    """Read the target out again at a chunk of positions."""
+    teacher, vocab = task.teacher, task.vocab
+    teacher_NW = task.readout(teacher.hidden_ND[part].to(dtype)).float()
+    label_N, by_mass = teacher.selection.label_N[part], task.config.out_of_vocab == "mass"
+    if vocab is None:
+        return Law(teacher_NW, None, by_mass, label_N)
+    draft_N = vocab.to(label_N.device).draft_id_V[label_N].clamp(min=0)
+    return Law(teacher_NW, teacher.logsumexp_N[part, None], by_mass, draft_N)
 
 
 @torch.no_grad()
 def _add_metrics(
-    sums: dict[str, Tensor],
-    logits_NKW: Tensor,
-    teacher_NW: Tensor,
-    task: Distillation,
-    part: slice,
+    sums: dict[str, Tensor], draft: Draft, law: Law, task: Distillation, part: slice
 ) -> None:
-    """Add top-1 agreement, overlap with the raw p, and what lies outside the draft vocabulary.
+    """Add top-1 agreement, overlap with p, KL over the draft vocabulary, and what lies outside.
 
-    All are teacher-forced. oov_mass is the target's probability outside, oov_argmax the share of
-    positions whose best token is.
+    All are teacher-forced and count every supervised position in full. oov_mass is the target's
+    probability outside, oov_argmax the share of positions whose best token is.
     """
-    valid_NK = task.teacher.valid_NK[part].float()
-    raw_NW = (teacher_NW - task.teacher.logsumexp_N[part][:, None]).exp()
-    best_NK, argmax_N1 = logits_NKW.argmax(-1), task.teacher.argmax_N[part][:, None]
-    outside_argmax_N1 = torch.zeros_like(argmax_N1, dtype=torch.float32)
+    valid_NK = task.teacher.selection.valid_NK[part]
+    best_NK, argmax_N1 = draft.logits_NKW.argmax(-1), task.teacher.argmax_N[part, None]
+    outside_argmax_N1 = torch.zeros_like(argmax_N1)
     if task.vocab is not None:
         vocab = task.vocab.to(best_NK.device)
         best_NK = vocab.ids_W[best_NK]
-        outside_argmax_N1 = 1 - vocab.t2d[argmax_N1].float()
-    agree_NK = (best_NK == argmax_N1).float()
-    overlap_NK = torch.minimum(logits_NKW.softmax(-1), raw_NW[:, None]).sum(-1)
-    outside_N1 = (1 - raw_NW.sum(-1)).clamp(min=0)[:, None]
+        outside_argmax_N1 = ~vocab.t2d[argmax_N1]
     for name, value in (
-        ("top1_agreement", agree_NK),
-        ("alpha_overlap", overlap_NK),
-        ("oov_mass", outside_N1),
+        ("top1_agreement", best_NK == argmax_N1),
+        ("alpha_overlap", overlap(draft, law)),
+        ("kl", divergence(draft, law)),
+        ("oov_mass", 1 - law.mass_N1),
         ("oov_argmax", outside_argmax_N1),
     ):
-        sums[name] = sums.get(name, 0) + (value * valid_NK).sum(0)
+        sums[name] = sums.get(name, 0) + (value.float() * valid_NK).sum(0)

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headstart.heads.base import DraftHead, FeatureBatch, HeadConfig, LossSums, register
-from headstart.heads.losses import Distillation, Teacher, distill, select
+from headstart.heads.losses import (
+    Distillation,
+    Teacher,
+    distill,
+    loss_terms,
+    select,
+    token_denominators,
+)
 from headstart.heads.parts import TargetParts
 from headstart.heads.target import TargetShape
 from headstart.heads.vocab import DraftVocab
@@ -94,6 +101,11 @@ class MedusaHead(DraftHead):
         """One depth a head."""
         return self.config.num_heads
 
+    @property
+    def depths_at_once(self) -> int:
+        """All of them."""
+        return self.config.num_heads
+
     def initialise(self, parts: TargetParts) -> None:
         """Zero the blocks; copy the target's rows into own read-outs."""
         for head in self.heads:
@@ -112,10 +124,14 @@ class MedusaHead(DraftHead):
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count supervised positions a head."""
         picked = select(batch, self.config.num_heads, self.config, self.vocab)
-        return {self.config.loss: picked.learned_NK.sum(0).float()}
+        return token_denominators(picked, self.config)
 
     def forward(
-        self, batch: FeatureBatch, parts: TargetParts, generator: torch.Generator | None = None
+        self,
+        batch: FeatureBatch,
+        parts: TargetParts,
+        generator: torch.Generator | None = None,
+        denominators: dict[str, Tensor] | None = None,
     ) -> LossSums:
         """Return the loss sums by head."""
         picked = select(
@@ -136,9 +152,10 @@ class MedusaHead(DraftHead):
             student_NKD, task, self.lm_heads_KWD, metrics=not self.training
         )
         counts = picked.valid_NK.sum(0).float()
+        decay_K = self.config.depth_decay ** (depth_K + 1.0)
         return LossSums(
-            {self.config.loss: numerators},
-            {self.config.loss: self.config.depth_decay ** (depth_K + 1.0)},
+            numerators,
+            {name: weight * decay_K for name, weight in loss_terms(self.config).items()},
             {name: (value, counts) for name, value in metrics.items()},
         )
 

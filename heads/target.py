@@ -38,6 +38,11 @@ class TargetOutput:
     aux: dict[int, Tensor] = field(default_factory=dict)
 
 
+def pick_features(hidden: Tensor, aux: dict[int, Tensor], taps: Sequence[int]) -> Tensor:
+    """Return what a head reads: its tapped states side by side [.., F*D], or the last state."""
+    return torch.cat([aux[s] for s in taps], dim=-1) if taps else hidden
+
+
 @dataclass(frozen=True)
 class TargetShape:
     """The target's dimensions a head is built from; stored in every head checkpoint."""
@@ -136,6 +141,7 @@ class Target:
         documents). With a cache, `mask` is what `cache.open` returned. Raises ValueError for a tap
         outside 0 < s < L: at s = L the stored entry is post-norm and is `hidden_BTD`.
         """
+        self.check_taps(taps)
         aux: dict[int, Tensor] = {}
         hooks = [self._tap(s, aux) for s in taps]
         cached = {self._cache_argument: cache, "use_cache": True} if cache is not None else {}
@@ -152,13 +158,16 @@ class Target:
                 hook.remove()
         return TargetOutput(output.last_hidden_state, aux)
 
-    def _tap(self, s: int, aux: dict[int, Tensor]) -> Any:
-        if not 0 < s < self.shape.num_layers:
-            raise ValueError(
-                f"aux feature s={s}: expected 0 < s < {self.shape.num_layers} "
-                f"({AUX_CONVENTION}; s = {self.shape.num_layers} is post-norm)"
-            )
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """Raise ValueError for a tap outside 0 < s < L."""
+        for s in taps:
+            if not 0 < s < self.shape.num_layers:
+                raise ValueError(
+                    f"aux feature s={s}: expected 0 < s < {self.shape.num_layers} "
+                    f"({AUX_CONVENTION}; s = {self.shape.num_layers} is post-norm)"
+                )
 
+    def _tap(self, s: int, aux: dict[int, Tensor]) -> Any:
         def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
             aux[s] = args[0] if args else kwargs["hidden_states"]
 

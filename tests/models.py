@@ -151,6 +151,7 @@ def feature_batch(
     *,
     documents: Sequence[Sequence[int]] | None = None,
     pad_to: int = 0,
+    taps: Sequence[int] = (),
 ) -> FeatureBatch:
     """Make features online; `documents` numbers packed documents (default: one a row)."""
     T = max(pad_to, *(len(row) for row in rows))
@@ -164,7 +165,8 @@ def feature_batch(
     starts_BT[:, 1:] = document_BT.diff(dim=1) != 0
     place_T = torch.arange(T)
     positions_BT = place_T - (starts_BT * place_T).cummax(1).values
-    hidden_BTD = target.forward(tokens_BT, positions_BT).hidden_BTD
+    output = target.forward(tokens_BT, positions_BT, taps=taps)
+    hidden_BTD = output.hidden_BTD
     logits_BTV = target.readout(hidden_BTD).float()
     return FeatureBatch(
         tokens_BT,
@@ -175,6 +177,7 @@ def feature_batch(
         hidden_BTD,
         logits_BTV.logsumexp(-1),
         logits_BTV.argmax(-1),
+        output.aux,
     )
 
 

@@ -110,7 +110,7 @@ def test_an_unknown_command_is_named_and_ends_with_an_error(capsys):
 
 MISTAKES = [
     (["train", "hed=eagle"], r"hed: no such option \(did you mean head\?\); expected one of feat"),
-    (["train", "head=eagel"], r"head=eagel: .* mean eagle\?\); expected one of eagle, medusa"),
+    (["train", "head=eagel"], r"head=eagel: .* mean eagle\?\); expected one of eagle, eagle3"),
     (
         ["train", "head=medusa", "head.num_head=3"],
         r"head\.num_head: .* mean num_heads\?\); expected one of depth_decay",

@@ -106,7 +106,11 @@ class Line(nn.Module):
         return {"line": batch.loss_mask_BT.sum()[None].float()}
 
     def forward(
-        self, batch: FeatureBatch, parts: TargetParts, generator: torch.Generator | None = None
+        self,
+        batch: FeatureBatch,
+        parts: TargetParts,
+        generator: torch.Generator | None = None,
+        denominators: dict[str, Tensor] | None = None,
     ) -> LossSums:
         """Return the sum of w times the id, over supervised tokens."""
         total = (batch.tokens_BT * batch.loss_mask_BT).sum() * self.w

@@ -150,7 +150,7 @@ def train_step(
     for number, batch in enumerate(batches):
         last = number == len(batches) - 1
         with accelerator.autocast():
-            sums = head(batch, parts, generator)
+            sums = head(batch, parts, generator, denominators)
         loss = sums.total(denominators)
         total += loss.detach()
         if last:

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from headstart.data.features import FeatureSource, OnlineFeatures
 from headstart.data.rows import RowsMeta, check_rows, read_rows, rows_hash
 from headstart.data.store import FeatureStore, capture, capture_key
 from headstart.data.template import ChatTemplate, TokenRow
+from headstart.eval.arms import head_drafter
 from headstart.eval.bench import quick_tau
 from headstart.eval.engine.decode import Request
-from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import TreeConfig
 from headstart.heads.base import DraftHead, HeadConfig, build_head
@@ -65,8 +66,8 @@ def train(target: Target, config: TrainRun) -> Progress:
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
     vocab = draft_vocab(rows, config.head.draft_vocab_size, target)
     head = new_head(config, target, vocab)
-    source = feature_source(target, rows, config, meta.template_hash)
-    evaluate = _Evaluation(target, config, heldout, accelerator)
+    source = feature_source(target, rows, config, meta.template_hash, head.aux_features)
+    evaluate = _Evaluation(target, config, heldout, accelerator, head.aux_features)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.jsonl").unlink(missing_ok=True)
@@ -168,7 +169,11 @@ def new_head(config: TrainRun, target: Target, vocab: DraftVocab | None) -> Draf
 
 
 def feature_source(
-    target: Target, rows: list[TokenRow], config: TrainRun, template_hash: str
+    target: Target,
+    rows: list[TokenRow],
+    config: TrainRun,
+    template_hash: str,
+    taps: Sequence[int] = (),
 ) -> FeatureSource:
     """Return stored features (captured now if they are not there yet) or the target online."""
     if config.train.features == "online":
@@ -177,14 +182,14 @@ def feature_source(
                 f"features={config.features} has no effect with train.features=online; drop one",
                 stacklevel=2,
             )
-        return OnlineFeatures(target, rows)
+        return OnlineFeatures(target, rows, taps)
     directory = Path(config.features or f"{config.rows}-features")
     if (directory / "index.json").exists():
         log.info("features: %s is there already", directory)
     else:
-        capture(target, rows, directory, template_hash=template_hash)
-    store = FeatureStore(directory)
-    store.require(capture_key(target, rows, template_hash))
+        capture(target, rows, directory, template_hash=template_hash, taps=taps)
+    store = FeatureStore(directory, taps)
+    store.require(capture_key(target, rows, template_hash, taps))
     return store
 
 
@@ -197,12 +202,13 @@ class _Evaluation:
         config: TrainRun,
         heldout: list[TokenRow],
         accelerator: Accelerator,
+        taps: Sequence[int],
     ) -> None:
         self.target, self.config, self.accelerator = target, config, accelerator
         self.stop_ids = ChatTemplate(target.tokenizer).stop_ids(target.stop_ids)
         settings = config.train
         spread = _spread(heldout, settings.eval_rows)
-        self.source = OnlineFeatures(target, spread) if heldout else None
+        self.source = OnlineFeatures(target, spread, taps) if heldout else None
         self.requests = [
             _prompt_of(row, settings.eval_new_tokens)
             for row in _spread(heldout, settings.eval_prompts)
@@ -225,7 +231,7 @@ class _Evaluation:
         served.load_state_dict(head.state_dict())
         self.target.adopt(served)
         greedy = SamplingConfig()
-        drafter = HeadDrafter(served, self.target.parts, self.config.tree.shape(), sampling=greedy)
+        drafter = head_drafter(served, self.target.parts, self.config.tree, greedy)
         return quick_tau(
             self.target,
             drafter,

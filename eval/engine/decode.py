@@ -2,7 +2,8 @@
 
 B rows go in lockstep; the last row takes the place of a finished one, and the next prompt joins at
 the end. One host synchronisation a round.
-Shapes: B rows, R rows of a prefill, P prompt tokens, N tree nodes, M verified pairs, D width.
+Shapes: B rows, R rows of a prefill, P prompt tokens, N tree nodes, M verified pairs, D width, F
+features a position that the drafter reads.
 """
 
 import time
@@ -26,7 +27,7 @@ from headstart.eval.engine.sampling import (
 )
 from headstart.eval.engine.tree import DraftTree
 from headstart.eval.engine.verify import Verdict, verify_draw, verify_greedy, verify_ratio
-from headstart.heads.target import Target
+from headstart.heads.target import Target, TargetOutput, pick_features
 
 PREFILL_CHUNK = 512  # prompt tokens a pass: bounds the mask at chunk x context
 
@@ -150,7 +151,7 @@ class _Loop:
     def _prefill(self, fresh: list[int], start: float) -> None:
         """Run the prompts of these rows through the target and pick their first tokens."""
         prompts = [self.rows[i].request.token_ids for i in fresh]
-        hidden_RPD = self._prefill_passes(prompts, fresh)
+        hidden_RPD, features_RPF = self._prefill_passes(prompts, fresh)
         ends = torch.tensor([len(p) for p in prompts], device=self.target.device)
         last_RD = hidden_RPD[torch.arange(len(fresh), device=ends.device), ends - 1]
         keys_R = self._tensor([self.rows[i].key for i in fresh])
@@ -162,14 +163,19 @@ class _Loop:
             tokens_RP = self._padded(shifted)
             for chunk in range(0, tokens_RP.shape[1], PREFILL_CHUNK):
                 part = slice(chunk, chunk + PREFILL_CHUNK)
-                self._observe_chunk(tokens_RP[:, part], hidden_RPD[:, part], prompts, fresh, chunk)
+                self._observe_chunk(
+                    tokens_RP[:, part], features_RPF[:, part], prompts, fresh, chunk
+                )
         seconds = (self._clock() - start) / len(fresh)
         for index in fresh:
             self.rows[index].completion.prefill_seconds = seconds
 
-    def _prefill_passes(self, prompts: list[tuple[int, ...]], fresh: list[int]) -> Tensor:
+    def _prefill_passes(
+        self, prompts: list[tuple[int, ...]], fresh: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the last states and what the drafter reads, which is often the same."""
         tokens_RP = self._padded(prompts)
-        parts = []
+        hidden, features = [], []
         for chunk in range(0, tokens_RP.shape[1], PREFILL_CHUNK):
             # A row that is already complete runs along on padding, which is never committed.
             part_RC = tokens_RP[:, chunk : chunk + PREFILL_CHUNK]
@@ -177,16 +183,26 @@ class _Loop:
             depth_RC = torch.arange(C, device=part_RC.device).expand(R, C)
             causal_CC = torch.ones(C, C, dtype=torch.bool, device=part_RC.device).tril()
             output = self.target.pass_over(
-                part_RC, depth_RC, causal_CC.expand(R, C, C), self.cache, rows=fresh
+                part_RC,
+                depth_RC,
+                causal_CC.expand(R, C, C),
+                self.cache,
+                rows=fresh,
+                taps=self.drafter.taps,
             )
             self.cache.advance([min(C, max(0, len(p) - chunk)) for p in prompts], rows=fresh)
-            parts.append(output.hidden_BTD)
-        return torch.cat(parts, dim=1)
+            hidden.append(output.hidden_BTD)
+            features.append(self._features(output))
+        hidden_RPD = torch.cat(hidden, dim=1)
+        return hidden_RPD, torch.cat(features, dim=1) if self.drafter.taps else hidden_RPD
+
+    def _features(self, output: TargetOutput) -> Tensor:
+        return pick_features(output.hidden_BTD, output.aux, self.drafter.taps)
 
     def _observe_chunk(
         self,
         tokens_RC: Tensor,
-        hidden_RCD: Tensor,
+        features_RCF: Tensor,
         prompts: list[tuple[int, ...]],
         fresh: list[int],
         chunk: int,
@@ -195,7 +211,7 @@ class _Loop:
         active = [i for i, count in enumerate(counts) if count > 0]
         self.drafter.observe(
             tokens_RC[active],
-            hidden_RCD[active],
+            features_RCF[active],
             [counts[i] for i in active],
             rows=[fresh[i] for i in active],
         )
@@ -218,7 +234,7 @@ class _Loop:
         verdict = self._verify(tree, logits_BNV, keys_B, positions_B)
         paths, new_tokens = self._commit(tree, verdict)
         if not all(row.finished for row in rows):
-            self._observe(output.hidden_BTD, paths, new_tokens)
+            self._observe(self._features(output), paths, new_tokens)
         t3 = clock()
         for row in rows:
             last = row.completion.rounds[-1]
@@ -269,12 +285,12 @@ class _Loop:
         return paths, new_tokens
 
     def _observe(
-        self, hidden_BND: Tensor, paths: list[list[int]], new_tokens: list[list[int]]
+        self, features_BNF: Tensor, paths: list[list[int]], new_tokens: list[list[int]]
     ) -> None:
         path_BM = self._padded(paths)
-        index = path_BM[..., None].expand(-1, -1, hidden_BND.shape[2])
+        index = path_BM[..., None].expand(-1, -1, features_BNF.shape[2])
         self.drafter.observe(
-            self._padded(new_tokens), hidden_BND.gather(1, index), [len(p) for p in paths]
+            self._padded(new_tokens), features_BNF.gather(1, index), [len(p) for p in paths]
         )
 
     def _emit(self, row: _Row, tokens: list[int]) -> int:

@@ -207,6 +207,11 @@ class TreeShape:
         return max((len(path) for path in self.choices), default=0)
 
     @property
+    def is_chain(self) -> bool:
+        """True for one branch: every draft then is a chain of the same length."""
+        return self.num_nodes == self.max_depth + 1
+
+    @property
     def max_rank(self) -> int:
         """Highest rank on any path; -1 for the root alone."""
         return max((rank for path in self.choices for rank in path), default=-1)

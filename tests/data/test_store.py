@@ -274,6 +274,51 @@ def test_p18_other_auxiliary_features_are_refused(tmp_path):
         store.require(changed() | {"aux_features": [1]})
 
 
+def test_tapped_states_are_stored_as_they_are_made_online(tmp_path):
+    capture(chat_target(), ROWS, tmp_path, taps=[1])
+    store = FeatureStore(tmp_path, taps=[1])
+    online = OnlineFeatures(chat_target(), by_length(ROWS), taps=[1])
+    have, want = store.batch(range(10)), online.batch(range(10))
+    assert list(have.aux) == [1]
+    real_BT = want.document_BT >= 0
+    assert torch.equal(have.aux[1][real_BT], want.aux[1][real_BT])
+    assert torch.equal(have.hidden_BTD[real_BT], want.hidden_BTD[real_BT])
+
+
+def test_a_store_with_more_states_than_a_run_needs_serves_it_with_those_alone(tmp_path):
+    target = target_of(tiny_model(layers=4, vocab=CHAT_VOCAB), chat_target().tokenizer)
+    capture(target, ROWS, tmp_path, template_hash="t", taps=[3, 1, 3, 2])
+    store = FeatureStore(tmp_path, taps=[1, 3])
+    assert store.key["aux_features"] == [1, 2, 3]
+    for taps in ([], [2], [1, 3]):
+        store.require(capture_key(target, ROWS, "t", taps))
+    batch = store.batch([0, 9])
+    assert list(batch.aux) == [1, 3]
+    assert FeatureStore(tmp_path).batch([0]).aux == {}
+
+
+def test_a_store_that_lacks_a_tapped_state_is_refused(tmp_path):
+    captured(tmp_path)
+    with pytest.raises(ValueError, match=r"aux_features=\[\], this run has aux_features=\[1\]"):
+        FeatureStore(tmp_path, taps=[1])
+
+
+def test_a_tap_outside_the_layers_is_refused_before_the_first_forward(tmp_path):
+    with pytest.raises(ValueError, match="aux feature s=2: expected 0 < s < 2"):
+        capture(Untouched(chat_target()), ROWS, tmp_path, taps=[2])
+
+
+def test_tapped_states_count_towards_the_disk_they_need(tmp_path, monkeypatch):
+    size = sum(len(row.token_ids) for row in ROWS) * (3 * 32 * 4 + 21)
+    target = target_of(tiny_model(layers=4, vocab=CHAT_VOCAB), chat_target().tokenizer)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        store_module, "check_free_space", lambda path, need, what: asked.append(need)
+    )
+    capture(target, ROWS, tmp_path, taps=[1, 2])
+    assert asked == [size]
+
+
 def test_the_capture_command_stores_beside_the_rows(tmp_path):
     rows = tmp_path / "rows"
     writer = RowsWriter(rows, RowsMeta(chat_target().fingerprint, "t", {}))

@@ -210,7 +210,7 @@ def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_else(
         (lambda c: c["head"].update(_target_="os.system"), r"head: unknown keys \['_target_'\]"),
         (lambda c: c["info"].update(_target_="os.system"), r"info: unknown keys \['_target_'\]"),
         (lambda c: c["info"].update(target_name="${oc.env:HOME}"), "a value holds '\\${'"),
-        (lambda c: c["info"].update(family="os"), "head family 'os' is not one of eagle, medusa"),
+        (lambda c: c["info"].update(family="os"), "head family 'os' is not one of eagle, eagle3"),
         (lambda c: c["head"].update(num_layers="two"), "head: Value 'two' of type 'str'"),
         (lambda c: c["head"].update(num_layers=0), "head.num_layers=0: need at least one layer"),
         (lambda c: c["target_shape"].pop("rope"), r"target_shape: .* missing keys \['rope'\]"),

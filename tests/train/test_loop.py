@@ -21,7 +21,7 @@ from headstart.eval.engine.decode import Request
 from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.tree import TreeShape
 from headstart.eval.settings import TreeConfig
-from headstart.heads.base import DraftHead, FeatureBatch, families
+from headstart.heads.base import DraftHead, FeatureBatch, LossSums, families
 from headstart.heads.checkpoint import load_head
 from headstart.heads.load import TargetConfig
 from headstart.heads.target import Target
@@ -110,6 +110,21 @@ def test_p26_losses_4_and_1_1_1_make_seven_quarters_and_its_gradient():
     loss, _, change = gradient(Line(), [numbers_batch([4]), numbers_batch([1, 1, 1])])
     assert loss == 7 / 4
     assert change["w"].item() == 7 / 4
+
+
+class Listener(Line):
+    """Remembers the counts it was told of."""
+
+    def forward(self, *args: object) -> LossSums:
+        """Take note of the denominators."""
+        self.heard = [*getattr(self, "heard", []), args[3]["line"].item()]
+        return super().forward(*args)
+
+
+def test_p26_every_micro_batch_hears_the_counts_of_the_whole_step():
+    head = Listener()
+    gradient(head, [numbers_batch([4]), numbers_batch([1, 1, 1])])
+    assert head.heard == [4, 4]
 
 
 def test_p26_ten_micro_batches_by_fours_are_three_steps_with_their_own_counts(tmp_path):

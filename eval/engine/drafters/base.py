@@ -19,7 +19,7 @@ class Drafter(Protocol):
     scheme: str
     """Verification scheme at temperature > 0: a, a1, b or c."""
     taps: tuple[int, ...]
-    """hidden_states[s] it wants beside the last one."""
+    """hidden_states[s] it reads, ascending; none: the last state."""
     num_nodes: int
     """N, fixed for the run."""
     draft_calls: int
@@ -38,7 +38,10 @@ class Drafter(Protocol):
         counts: Sequence[int],
         rows: Sequence[int] | None = None,
     ) -> None:
-        """Read counts[r] verified pairs a row: the target's state at t and the token at t+1."""
+        """Read counts[r] verified pairs a row: the target's features at t and the token at t+1.
+
+        hidden_RMD is the target's last state, or the tapped states side by side, [R, M, F*D].
+        """
 
     def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
         """Draft from the root tokens at these absolute positions; keys_B name the prompts."""

@@ -35,44 +35,20 @@ class _Level:
     candidates: int
 
 
-class HeadDrafter:
-    """Grows one static tree a round from a head's logits.
+class HeadBacked:
+    """What drafters with a head share: the head's state and the logits it gives without a step.
 
-    children="top_k" takes the head's best tokens (schemes a1 and b); "sampled" draws them without
-    replacement from the head's processed distribution (schemes a and c).
-    Raises ValueError for a tree deeper than the head.
+    max_pending bounds, in tokens, the nodes stepped for one draft and the pairs one round verifies.
     """
 
-    def __init__(
-        self,
-        head: DraftHead,
-        parts: TargetParts,
-        shape: TreeShape,
-        *,
-        sampling: SamplingConfig,
-        children: str = "top_k",
-    ) -> None:
-        max_depth = shape.max_depth if head.max_depth is None else head.max_depth
-        shape.check(max_depth=max_depth, top_k=head.num_draft_tokens)
-        device = parts.readout.weight_WD.device
-        self.head, self.parts, self.shape = head, parts, shape.to(device)
-        self.sampling, self.sampled = sampling, children == "sampled" and sampling.temperature > 0
-        is_chain = shape.num_nodes == shape.max_depth + 1
-        self.scheme = {(True, True): "a", (True, False): "c", (False, True): "a1"}.get(
-            (self.sampled, is_chain), "b"
-        )
+    def __init__(self, head: DraftHead, parts: TargetParts, *, max_pending: int) -> None:
+        self.head, self.parts, self._max_pending = head, parts, max_pending
         self.name, self.taps = family_of(head.config), head.aux_features
-        self.num_nodes = shape.num_nodes
-        self._levels = _plan(self.shape)
-        if self.sampled:
-            _refuse_gaps(shape)
-        steps = [] if head.max_depth is not None else self._levels[1:]
-        self.draft_calls = len(steps)
         self._logits_BKW = torch.empty(0)
 
     def start(self, batch: int, max_len: int) -> None:
         """Make room for `batch` rows."""
-        self._state = self.head.new_state(batch, max_len, max(self.num_nodes, 2), self.parts)
+        self._state = self.head.new_state(batch, max_len, self._max_pending, self.parts)
         self._logits_BKW = torch.empty(0)
         self._batch = batch
 
@@ -94,6 +70,50 @@ class HeadDrafter:
         if self._logits_BKW.numel() == 0:
             self._logits_BKW = logits_RKW.new_zeros(self._batch, *logits_RKW.shape[1:])
         self._logits_BKW[slice(0, len(counts)) if rows is None else list(rows)] = logits_RKW
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Copy one row over another."""
+        self._state.move_row(source, destination)
+        self._logits_BKW[destination] = self._logits_BKW[source]
+
+    def _to_target(self, ids: Tensor) -> Tensor:
+        if self.head.vocab is None:
+            return ids
+        table = self.head.vocab.to(ids.device).ids_W
+        return torch.where(ids >= 0, table[ids.clamp(min=0)], ids)
+
+
+class HeadDrafter(HeadBacked):
+    """Grows one static tree a round from a head's logits.
+
+    children="top_k" takes the head's best tokens (schemes a1 and b); "sampled" draws them without
+    replacement from the head's processed distribution (schemes a and c).
+    Raises ValueError for a tree deeper than the head.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        parts: TargetParts,
+        shape: TreeShape,
+        *,
+        sampling: SamplingConfig,
+        children: str = "top_k",
+    ) -> None:
+        max_depth = shape.max_depth if head.max_depth is None else head.max_depth
+        shape.check(max_depth=max_depth, top_k=head.num_draft_tokens)
+        device = parts.readout.weight_WD.device
+        super().__init__(head, parts, max_pending=max(shape.num_nodes, 2))
+        self.shape = shape.to(device)
+        self.sampling, self.sampled = sampling, children == "sampled" and sampling.temperature > 0
+        self.scheme = {(True, True): "a", (True, False): "c", (False, True): "a1"}.get(
+            (self.sampled, shape.is_chain), "b"
+        )
+        self.num_nodes = shape.num_nodes
+        self._levels = _plan(self.shape)
+        if self.sampled:
+            _refuse_gaps(shape)
+        self.draft_calls = len(self._levels[head.depths_at_once :])
 
     def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
         """Grow the tree level by level."""
@@ -149,17 +169,6 @@ class HeadDrafter:
             torch.arange(q_BMW.shape[-1], device=q_BMW.device),
         )
         return sample_without_replacement(q_BMW, noise_BMW, level.candidates)
-
-    def _to_target(self, ids: Tensor) -> Tensor:
-        if self.head.vocab is None:
-            return ids
-        table = self.head.vocab.to(ids.device).ids_W
-        return torch.where(ids >= 0, table[ids.clamp(min=0)], ids)
-
-    def move_row(self, source: int, destination: int) -> None:
-        """Copy one row over another."""
-        self._state.move_row(source, destination)
-        self._logits_BKW[destination] = self._logits_BKW[source]
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor:

@@ -1,0 +1,294 @@
+"""What heads that draft from their own outputs share: unrolled training, drafting with a cache.
+
+Position t takes (embedding of token t+1, feature t) and its output stands for position t+1: it is
+read out as token t+2 and, fed back, is the next feature. Training-time test unrolls that: step s at
+position i reads token i+1+s and its own output of step s-1, and learns from the teacher at i+1+s.
+Shapes: B rows, T tokens, K unrolled steps, F features a position, D width, W draft vocabulary,
+M new pairs or nodes, R rows of a pass, P drafted (pending) nodes, N selected teacher positions.
+"""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from headstart.heads.base import DraftHead, FeatureBatch, HeadConfig, LossSums, loss_scale
+from headstart.heads.cache import KVCache
+from headstart.heads.layers import document_mask
+from headstart.heads.losses import (
+    Distillation,
+    Selection,
+    Teacher,
+    distill,
+    loss_terms,
+    select,
+    token_denominators,
+)
+from headstart.heads.parts import TargetParts
+from headstart.heads.target import pick_features
+from headstart.heads.ttt import KINDS, Unroll, document_blocks
+
+STEP_DECAY = 0.8
+
+
+@dataclass
+class RecurrentConfig(HeadConfig):
+    """What every recurrent head is told about its layers and its unrolled training."""
+
+    num_layers: int = 1
+    """Decoder layers."""
+    ttt_steps: int = 1
+    """Passes of a training step over the head's own outputs; 1 trains on the target's features."""
+    step_decay: float = STEP_DECAY
+    """Weight of step s is step_decay ** s."""
+    ttt_attention: str = "sdpa"
+    """sdpa: anywhere; flex: torch's flex attention, which trains on a GPU only (torch 2.9)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_layers < 1:
+            raise ValueError(f"head.num_layers={self.num_layers}: need at least one layer")
+        if self.ttt_steps < 1:
+            raise ValueError(f"head.ttt_steps={self.ttt_steps}: need at least one step")
+        if not 0 < self.step_decay <= 1:
+            raise ValueError(f"head.step_decay={self.step_decay}: expected 0 < decay <= 1")
+        if self.ttt_attention not in KINDS:
+            raise ValueError(
+                f"head.ttt_attention={self.ttt_attention}: expected one of {', '.join(KINDS)}"
+            )
+        if self.ttt_steps == 1 and self.step_decay != STEP_DECAY:
+            warnings.warn(
+                f"head.step_decay={self.step_decay} has no effect with head.ttt_steps=1; drop it",
+                stacklevel=3,
+            )
+
+
+@dataclass
+class RecurrentState:
+    """Drafting state: the cache of verified pairs, the last outputs, and the drafted nodes so far.
+
+    Slot 0 is the root's output; slots 1.. are drafted nodes, in the order they were stepped. Node
+    rows of the cache lie after its committed length, so dropping a draft costs nothing.
+    """
+
+    cache: KVCache
+    root_BD: Tensor
+    outputs: list[Tensor]
+    visible_RPP: Tensor | None = None
+    position_RP: Tensor | None = None
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Copy one row over another; drafts in progress are dropped by the next extend."""
+        self.cache.move_row(source, destination)
+        self.root_BD[destination] = self.root_BD[source]
+
+    def reset(self, row: int) -> None:
+        """Forget one row."""
+        self.cache.reset(row)
+
+
+class RecurrentHead(DraftHead):
+    """A head whose output is its next feature. Subclasses say how one pass runs, and no more."""
+
+    config: RecurrentConfig
+    max_depth = None
+
+    @abstractmethod
+    def run(
+        self,
+        embedded_BTD: Tensor,
+        feature_BTD: Tensor,
+        positions_BT: Tensor,
+        mask: Tensor | BlockMask,
+        cache: KVCache | Unroll | None = None,
+    ) -> Tensor:
+        """Return the outputs o [B, T, D] of one pass over (token embedding, feature) pairs."""
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        """Return what a pass takes for the target's features [B, T, D]."""
+        return features_BTF
+
+    def feedback(self, output_BTD: Tensor) -> Tensor:
+        """Return what the next pass takes for the head's own outputs."""
+        return output_BTD
+
+    def normed(self, output: Tensor) -> Tensor:
+        """Return the states [.., D] that the read-out reads of outputs."""
+        return output
+
+    @property
+    def own_rows_WD(self) -> Tensor | None:
+        """The head's own trainable read-out; None reads out by the target's rows."""
+        return None
+
+    def read_out(self, output: Tensor, parts: TargetParts) -> Tensor:
+        """Return draft logits [.., W] of outputs."""
+        return self.draft_readout(parts)(self.normed(output))
+
+    # Training
+
+    def unroll(self, batch: FeatureBatch, parts: TargetParts, features_BTF: Tensor) -> Tensor:
+        """Return the outputs o of every step [B, T, K, D].
+
+        Rows whose token i+1+s lies past the end, or in the next document, hold values that no
+        selection reads.
+        """
+        dtype = features_BTF.dtype
+        view, memory, outputs = self._view(batch.document_BT, dtype), Unroll(), []
+        feature_BTD = self.fuse(features_BTF)
+        for step in range(self.config.ttt_steps):
+            embedded_BTD = self._embed_next(batch, parts, step).to(dtype)
+            positions_BT = batch.positions_BT + step
+            outputs.append(self.run(embedded_BTD, feature_BTD, positions_BT, view, memory))
+            feature_BTD = self.feedback(outputs[-1])
+        return torch.stack(outputs, dim=2)
+
+    def _view(self, document_BT: Tensor, dtype: torch.dtype) -> Tensor | BlockMask:
+        if self.config.ttt_attention == "sdpa":
+            return document_mask(document_BT, dtype)
+        if document_BT.device.type == "cpu" and torch.is_grad_enabled():
+            raise ValueError("head.ttt_attention=flex trains on a GPU only; use sdpa")
+        return document_blocks(document_BT)
+
+    def _embed_next(self, batch: FeatureBatch, parts: TargetParts, step: int = 0) -> Tensor:
+        """Return the embedding of token t+1+step at t; past the row's end, of its last token."""
+        T = batch.tokens_BT.shape[1]
+        place_T = torch.arange(T, device=batch.tokens_BT.device) + 1 + step
+        return parts.embed(batch.tokens_BT[:, place_T.clamp(max=T - 1)])
+
+    def _features(self, batch: FeatureBatch) -> Tensor:
+        """Return what the head reads of the target, in the dtype it is trained in."""
+        features_BTF = pick_features(batch.hidden_BTD, batch.aux, self.aux_features)
+        return features_BTF.to(next(self.parameters()).dtype)
+
+    def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
+        """Count, by loss and step, the positions that the token losses learn from."""
+        return token_denominators(
+            select(batch, self.config.ttt_steps, self.config, self.vocab), self.config
+        )
+
+    def step_weights(self, device: torch.device) -> Tensor:
+        """Return the weight [K] of each step."""
+        return self.config.step_decay ** torch.arange(self.config.ttt_steps, device=device).float()
+
+    def distilled(
+        self,
+        outputs_BTKD: Tensor,
+        batch: FeatureBatch,
+        parts: TargetParts,
+        denominators: dict[str, Tensor] | None,
+        weight: float = 1.0,
+    ) -> LossSums:
+        """Return the sums of the token losses over all steps, and metric sums in eval mode."""
+        steps, config = outputs_BTKD.shape[2], self.config
+        picked = select(batch, steps, config, self.vocab, all_supervised=not self.training)
+        teacher = Teacher.at(batch, picked)
+        task = Distillation(teacher, self.draft_readout(parts), config, self.vocab)
+        student_NKD = self.normed(at_students(outputs_BTKD, picked))
+        step_K = self.step_weights(student_NKD.device)
+        weights = {name: w * weight * step_K for name, w in loss_terms(config).items()}
+        own, scale = self.own_rows_WD, None
+        if own is not None:
+            scale = loss_scale(weights, denominators or token_denominators(picked, config))
+        numerators, metrics = distill(
+            student_NKD, task, own_WD=own, scale_K=scale, metrics=not self.training
+        )
+        counted_K = picked.valid_NK.sum(0).float()
+        return LossSums(
+            numerators, weights, {name: (value, counted_K) for name, value in metrics.items()}
+        )
+
+    # Drafting
+
+    def new_state(
+        self, batch: int, max_len: int, max_nodes: int, parts: TargetParts
+    ) -> RecurrentState:
+        """Make an empty drafting state."""
+        weight = parts.readout.weight_WD
+        cache = KVCache(
+            batch,
+            max_len,
+            max_nodes,
+            dtype=weight.dtype,
+            device=weight.device,
+            num_layers=self.config.num_layers,
+        )
+        shape = (batch, self.shape.hidden_size)
+        root_BD = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        return RecurrentState(cache, root_BD, [])
+
+    def extend(
+        self,
+        state: RecurrentState,
+        tokens_RM: Tensor,
+        hidden_RMD: Tensor,
+        counts: Sequence[int],
+        parts: TargetParts,
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Read verified pairs over the committed cache; return first-depth logits [R, 1, W]."""
+        R, M = tokens_RM.shape
+        cache = state.cache
+        lengths = cache.lengths[:R] if rows is None else [cache.lengths[r] for r in rows]
+        starts_R1 = torch.tensor(lengths, device=tokens_RM.device)[:, None]
+        positions_RM = starts_R1 + torch.arange(M, device=tokens_RM.device)
+        causal_MM = torch.ones(M, M, dtype=torch.bool, device=tokens_RM.device).tril()
+        mask = cache.open(positions_RM, causal_MM.expand(R, M, M), rows=rows)["full_attention"]
+        feature_RMD = self.fuse(hidden_RMD)
+        output_RMD = self.run(parts.embed(tokens_RM), feature_RMD, positions_RM, mask, cache)
+        cache.advance(counts, rows=rows)
+        last_R = torch.tensor(counts, device=tokens_RM.device) - 1
+        root_RD = output_RMD[torch.arange(R, device=last_R.device), last_R]
+        state.root_BD[slice(0, R) if rows is None else list(rows)] = root_RD
+        state.outputs, state.visible_RPP, state.position_RP = [], None, None
+        return self.read_out(root_RD[:, None], parts)
+
+    def step(
+        self, state: RecurrentState, tokens_RM: Tensor, parents_RM: Tensor, parts: TargetParts
+    ) -> Tensor:
+        """Read drafted nodes, each with its parent's output as feature; return [R, M, W] logits."""
+        R = len(tokens_RM)
+        outputs_RSD = torch.cat([state.root_BD[:R, None], *state.outputs], dim=1)
+        parent_RMD = outputs_RSD.gather(
+            1, parents_RM[..., None].expand(-1, -1, outputs_RSD.shape[2])
+        )
+        positions_RM, visible_RMP = _place(state, parents_RM)
+        mask = state.cache.open(positions_RM, visible_RMP)["full_attention"]
+        feature_RMD = self.feedback(parent_RMD)
+        output_RMD = self.run(parts.embed(tokens_RM), feature_RMD, positions_RM, mask, state.cache)
+        state.outputs.append(output_RMD)
+        return self.read_out(output_RMD, parts)
+
+
+def at_students(outputs_BTKD: Tensor, picked: Selection) -> Tensor:
+    """Return the outputs [N, K, D] that learn from the selected teacher positions."""
+    step_K = torch.arange(outputs_BTKD.shape[2], device=outputs_BTKD.device)
+    return outputs_BTKD[picked.row_N[:, None], picked.student_NK, step_K]
+
+
+def _place(state: RecurrentState, parents_RM: Tensor) -> tuple[Tensor, Tensor]:
+    """Give new nodes their positions and their view of the drafted nodes; record both."""
+    R, M = parents_RM.shape
+    device = parents_RM.device
+    P = 0 if state.visible_RPP is None else state.visible_RPP.shape[1]
+    # The root's own pair is the last committed row, one position before the length.
+    before_R1 = torch.tensor(state.cache.lengths[:R], device=device)[:, None] - 1
+    if P == 0:
+        position_RS, seen_RSP = before_R1, torch.zeros(R, 1, 0, dtype=torch.bool, device=device)
+    else:
+        position_RS = torch.cat((before_R1, state.position_RP), dim=1)
+        nothing = torch.zeros(R, 1, P, dtype=torch.bool, device=device)
+        seen_RSP = torch.cat((nothing, state.visible_RPP), dim=1)
+    positions_RM = position_RS.gather(1, parents_RM) + 1
+    inherited_RMP = seen_RSP.gather(1, parents_RM[..., None].expand(R, M, P))
+    itself = torch.eye(M, dtype=torch.bool, device=device).expand(R, M, M)
+    visible_RMP = torch.cat((inherited_RMP, itself), dim=2)
+    earlier = seen_RSP[:, 1:]
+    grown = torch.cat((earlier, earlier.new_zeros(R, P, M)), dim=2)
+    state.visible_RPP = torch.cat((grown, visible_RMP), dim=1)
+    state.position_RP = positions_RM if P == 0 else torch.cat((position_RS[:, 1:], positions_RM), 1)
+    return positions_RM, visible_RMP

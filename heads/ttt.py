@@ -1,0 +1,121 @@
+"""Attention of training-time test: a recurrent head unrolled over its own outputs.
+
+EAGLE-3 (arXiv 2503.01840, section 3.2) and HASS (arXiv 2408.15766). Step s runs every position
+again, fed what step s-1 put out there. A query of step s at position i sees what a drafter that
+started at i has in its cache: the step-0 keys j <= i of its document and, of each later step up to
+s, the key of its own column. So a step costs a causal pass and s products a query, not a square
+over all steps. Keys and queries of step s come rotated to position i + s.
+Shapes: B rows, H query heads, G query heads a key/value head, T positions, S later steps, d head
+width.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+
+from headstart.heads.attention import grouped_attention
+
+KINDS = ("sdpa", "flex")
+
+
+class Unroll:
+    """Keys and values of all steps so far, layer by layer; lives for one training pass."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, view: Tensor | BlockMask, layer: int
+    ) -> Tensor:
+        """Add a step's keys and values to a layer and return what its queries see."""
+        keys, values = self._layers[layer]
+        keys.append(key)
+        values.append(value)
+        return ttt_attention(query, keys, values, view)
+
+
+def ttt_attention(
+    query_BHTd: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    view: Tensor | BlockMask,
+) -> Tensor:
+    """Return attention [B, H, T, d] of the newest of len(keys) steps.
+
+    keys[s] and values[s] are those of step s, [B, H/G, T, d]. `view` is what step 0 sees: an
+    additive mask [B, 1, T, T], or a BlockMask for flex attention.
+    """
+    if len(keys) == 1 and isinstance(view, Tensor):
+        return grouped_attention(query_BHTd, keys[0], values[0], view.to(query_BHTd.dtype))
+    causal = _causal if isinstance(view, Tensor) else _flex_causal
+    seen_BHTd, log_sum_BHT1 = causal(query_BHTd, keys[0], values[0], view)
+    if len(keys) == 1:
+        return seen_BHTd
+    own_BHTS = torch.stack([_own_score(query_BHTd, key) for key in keys[1:]], dim=-1)
+    # The softmax over both parts: each part's own softmax, weighed by its share of the sum.
+    log_total_BHT1 = torch.cat((log_sum_BHT1, own_BHTS), -1).logsumexp(-1, keepdim=True)
+    mixed_BHTd = seen_BHTd * (log_sum_BHT1 - log_total_BHT1).exp()
+    share_BHTS = (own_BHTS - log_total_BHT1).exp()
+    for step, value in enumerate(values[1:]):
+        mixed_BHTd = mixed_BHTd + share_BHTS[..., step : step + 1] * _shared(value, query_BHTd)
+    return mixed_BHTd.to(query_BHTd.dtype)
+
+
+def document_blocks(document_BT: Tensor) -> BlockMask:
+    """Return the causal BlockMask that keeps packed documents apart, as `document_mask` does."""
+    B, T = document_BT.shape
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (document_BT[b, i] == document_BT[b, j])
+
+    return create_block_mask(sees, B, None, T, T, device=document_BT.device)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return step-0 attention and its log-sum [B, H, T, 1], which sdpa does not give."""
+    B, H, T, d = query.shape
+    folded = query.reshape(B, key.shape[1], -1, d)  # queries of a group read one key/value head
+    scores_BHTT = (folded @ key.transpose(-1, -2)).float().view(B, H, T, T) * d**-0.5 + mask
+    log_sum_BHT1 = scores_BHTT.logsumexp(-1, keepdim=True)
+    weights = (scores_BHTT - log_sum_BHT1).exp().to(value.dtype)
+    seen = weights.view(*folded.shape[:3], T) @ value
+    return seen.view(B, H, T, value.shape[-1]), log_sum_BHT1
+
+
+def _flex_causal(
+    query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask
+) -> tuple[Tensor, Tensor]:
+    seen, aux = _flex(query.is_cuda)(
+        query.to(value.dtype),
+        key.to(value.dtype),
+        value,
+        block_mask=blocks,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )
+    return seen, aux.lse[..., None]
+
+
+@cache
+def _flex(compiled: bool) -> Callable[..., tuple[Tensor, AuxRequest]]:
+    return torch.compile(flex_attention) if compiled else flex_attention
+
+
+def _own_score(query_BHTd: Tensor, key: Tensor) -> Tensor:
+    """Return the score [B, H, T] of each query with the key of its own column, in fp32."""
+    product = query_BHTd.float() * _shared(key, query_BHTd).float()
+    return product.sum(-1) * query_BHTd.shape[-1] ** -0.5
+
+
+def _shared(states: Tensor, query_BHTd: Tensor) -> Tensor:
+    """Repeat key/value heads [B, H/G, T, d] for the query heads that share them."""
+    return states.repeat_interleave(query_BHTd.shape[1] // states.shape[1], dim=1)
