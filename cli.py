@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -26,7 +27,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 CONF = "headstart.conf"
-USER_ERRORS = (ValueError, FileNotFoundError, ImportError, RuntimeError)
+USER_ERRORS = (ValueError, OSError, ImportError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,24 @@ def _refuse_bad_overrides(name: str, overrides: list[str]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            load_config(name, [o for o in overrides if not o.startswith("hydra.")])
+            config = load_config(name, [o for o in overrides if not o.startswith("hydra.")])
+        _refuse_unwritable(config.out)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SystemExit(f"headstart {name}: {explain(error)}") from None
     finally:
         GlobalHydra.instance().clear()
+
+
+def _refuse_unwritable(out: str) -> None:
+    """Raise ValueError for a directory that cannot be made; Hydra would fail with a traceback."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out={out}: cannot be made ({error.strerror}); choose another directory"
+        ) from None
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"out={out}: cannot be written to; choose another directory")
 
 
 def explain(error: BaseException) -> str:

@@ -55,6 +55,7 @@ class GenerateRun:
 
 def run(config: GenerateRun) -> None:
     """Load the target and generate (the command's entry)."""
+    load_conversations(config.data, need_answers=False)  # a bad file is refused before the target
     target = load_target(config.target)
     generate(
         target,
@@ -121,7 +122,8 @@ def generate(
         bar.close()
         writer.close()
     if not audit.rows:
-        raise ValueError(f"{directory}: no answer is usable: {audit.summary()}")
+        source = f"data.path={data.path}" if data.path else "generated prompts"
+        raise ValueError(f"{source}: no answer is usable: {audit.summary()}")
     writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
     log.info("%s: %s", directory, audit.summary())
     return audit.summary()
@@ -158,7 +160,7 @@ def _requests(
             continue
         if len(ids) >= longest:
             audit.conversations += 1
-            audit.dropped[f"with a prompt of {longest} tokens or more"] += 1
+            audit.dropped[f"with a prompt of {longest} tokens or more (data.max_length)"] += 1
             continue
         limit = min(config.max_new_tokens, longest - len(ids))
         yield Request(conversation.prompt_id, tuple(ids), limit)

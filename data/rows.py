@@ -68,6 +68,10 @@ class RowsWriter:
 def read_meta(directory: Path) -> RowsMeta:
     """Read meta.json. Raises FileNotFoundError or a ValueError that names the file."""
     path = directory / META
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{directory}: no rows there (no {META}); run headstart generate or prepare"
+        )
     fields = read_json(path)
     try:
         return RowsMeta(**fields)

@@ -3,8 +3,8 @@
 Plain decoding is the same loop with nothing drafted; one plain arm serves every drafter.
 """
 
+import logging
 import platform
-import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 
 from headstart import __version__
 from headstart.data.template import ChatTemplate
@@ -29,7 +28,7 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.equality import compare_greedy
 from headstart.eval.intervals import bootstrap
-from headstart.eval.leaderboard import leaderboard_table
+from headstart.eval.leaderboard import print_leaderboard
 from headstart.eval.metrics import FIGURES, PromptSums, figures, figures_by_category, prompt_sums
 from headstart.eval.report import write_report
 from headstart.eval.result import (
@@ -47,6 +46,7 @@ from headstart.eval.suites import Suite, check_lengths, load_suite
 from headstart.eval.timing import Runner
 from headstart.heads.target import Target
 
+log = logging.getLogger(__name__)
 QUICK_BATCH = 8
 """Prompts of a quick check decoded in lockstep: tau does not depend on it."""
 
@@ -89,9 +89,8 @@ def evaluate_heads(
     for arm, (result, rows) in zip(arms, outcomes, strict=True):
         write_result(out / arm.name, result, rows)
     results = [result for result, _ in outcomes]
-    write_report(results, out)
-    # A log file has no width of its own; the table needs about this much.
-    Console(width=None if sys.stdout.isatty() else 200).print(leaderboard_table(results))
+    print_leaderboard(results)
+    log.info("report: %s", write_report(results, out))
     return results
 
 

@@ -5,8 +5,10 @@ draft by arithmetic alone. They are ranked only within one setting (target, mach
 sampling), and a lossy row holds no rank.
 """
 
+import sys
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -32,6 +34,11 @@ COLUMNS = {
     "tokens/s": f"tokens_per_s_decode: {DEFINITIONS['tokens_per_s_decode']}",
     "identical": "share of greedy outputs that equal plain decoding token for token",
 }
+
+
+def print_leaderboard(results: Sequence[Result]) -> None:
+    """Print the leaderboard; a log file has no width of its own, the table needs about 200."""
+    Console(width=None if sys.stdout.isatty() else 200).print(leaderboard_table(results))
 
 
 def leaderboard_table(results: Sequence[Result]) -> Table:

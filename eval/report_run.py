@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import MISSING
-from rich.console import Console
 
-from headstart.eval.leaderboard import leaderboard_table
+from headstart.eval.leaderboard import print_leaderboard
 from headstart.eval.report import write_report
 from headstart.eval.result import read_result
 
@@ -27,7 +26,7 @@ class ReportRun:
 def run(config: ReportRun) -> None:
     """Read the results, print the leaderboard and write the report (the command's entry)."""
     results = [read_result(path) for path in find_results(config.results)]
-    Console().print(leaderboard_table(results))
+    print_leaderboard(results)
     log.info("report: %s", write_report(results, Path(config.out)))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
+from headstart.data.conversations import read_conversations
 from headstart.data.template import ChatTemplate
 from headstart.eval.bench import evaluate_heads
 from headstart.eval.engine.sampling import SamplingConfig
@@ -32,9 +33,11 @@ def run(config: EvalRun) -> None:
     missing = [c for c in config.checkpoints if not (Path(c) / "config.json").is_file()]
     if missing or not config.checkpoints:
         raise FileNotFoundError(
-            f"checkpoints={config.checkpoints}: no head checkpoint at {missing or 'all'}; "
+            f"checkpoints: no head checkpoint at {', '.join(missing) or 'all'}; "
             "give directories that hold config.json and model.safetensors"
         )
+    if config.eval.suite is not None:  # a bad file is refused before the target is loaded
+        read_conversations(config.eval.suite, need_answers=False)
     config.runtime.apply()
     target = load_target(config.target)
     evaluate_heads(

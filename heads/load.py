@@ -10,10 +10,12 @@ import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from omegaconf import MISSING
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.files import atomic_directory, check_free_space, home, locked
 from headstart.heads import attention
@@ -133,11 +135,17 @@ def _convert(gguf: Path, directory: Path) -> None:
             gguf.parent,
             gguf_file=gguf.name,
             dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
+            **_plain_weights(),
         )
     with atomic_directory(directory) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+
+
+def _plain_weights() -> dict[str, Any]:
+    """Ask for dequantized weights; transformers before GgufConfig gives no others."""
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 @dataclass

@@ -62,12 +62,18 @@ class TargetShape:
     def of(cls, config: Any) -> "TargetShape":
         """Read the dimensions from a transformers text config.
 
-        Raises ValueError for a model without attention: heads take their shape from its layers.
+        Raises ValueError for a model without attention layers, from which heads take their shape,
+        or without a context limit.
         """
         heads = getattr(config, "num_attention_heads", None)
         if heads is None:
             raise ValueError(
                 f"{config.model_type} has no attention layers; headstart needs a target with some"
+            )
+        if getattr(config, "max_position_embeddings", None) is None:
+            raise ValueError(
+                f"{config.model_type} states no max_position_embeddings; headstart needs a target "
+                "with a context limit"
             )
         return cls(
             hidden_size=config.hidden_size,

@@ -162,6 +162,29 @@ def test_other_mistakes_are_one_sentence_too(arguments, message, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_out_directory_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        command("generate", f"out={tmp_path}/file/rows")
+    told = ended.value.code
+    assert told.startswith(f"headstart generate: out={tmp_path}/file/rows: cannot be made (")
+    assert told.endswith("; choose another directory")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "data=jsonl", "data.path=none.jsonl"], "none.jsonl: no such file"),
+        (["train", "rows=none"], "none: no rows there"),
+        (["eval", "checkpoints=[none]"], "no head checkpoint at none"),
+    ],
+)
+def test_files_are_missed_before_the_target_is_loaded(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        command(*arguments, "target=hf", "target.path=/no/such/target")
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
@@ -180,7 +203,7 @@ def test_a_bad_value_names_its_field(kind, values, message):
 
 def test_the_cause_of_a_failed_run_is_one_sentence(tmp_path):
     target = saved(save_target(tmp_path / "target"))
-    with pytest.raises(SystemExit, match="^error: .*nowhere/meta.json: no such file$"):
+    with pytest.raises(SystemExit, match="^error: .*nowhere: no rows there .*run headstart"):
         command("capture", *target, f"rows={tmp_path}/nowhere", f"out={tmp_path}/out")
 
 

@@ -259,6 +259,8 @@ def _evaluate(
     accelerator: Accelerator,
 ) -> None:
     figures = hooks.evaluate(accelerator.unwrap_model(head))
+    if not figures:
+        return
     shown = ", ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in figures.items())
     log.info("step %d: %s", progress.step, shown)
     _write(path, progress, figures)

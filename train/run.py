@@ -13,7 +13,7 @@ from accelerate.utils import set_seed
 from omegaconf import MISSING
 
 from headstart.data.features import FeatureSource, OnlineFeatures
-from headstart.data.rows import RowsMeta, check_rows, read_rows, rows_hash
+from headstart.data.rows import RowsMeta, check_rows, read_meta, read_rows, rows_hash
 from headstart.data.store import FeatureStore, capture, capture_key
 from headstart.data.template import ChatTemplate, TokenRow
 from headstart.eval.arms import head_drafter
@@ -53,13 +53,15 @@ class TrainRun:
 
 def run(config: TrainRun) -> None:
     """Load the target and train (the command's entry)."""
+    _refuse_head_there(config.out)
+    for directory in filter(None, (config.rows, config.heldout_rows)):
+        read_meta(Path(directory))
     train(load_target(config.target), config)
 
 
 def train(target: Target, config: TrainRun) -> Progress:
     """Train one head: target, rows, head, features, loop."""
-    if (Path(config.out) / "head").exists():
-        raise ValueError(f"out={config.out}: holds a head already; choose another directory")
+    _refuse_head_there(config.out)
     set_seed(config.train.seed)
     accelerator = make_accelerator(config.train.precision, target.device)
     rows, meta = load_rows(config.rows, target)
@@ -68,6 +70,8 @@ def train(target: Target, config: TrainRun) -> Progress:
     head = new_head(config, target, vocab)
     source = feature_source(target, rows, config, meta.template_hash, head.aux_features)
     evaluate = _Evaluation(target, config, heldout, accelerator, head.aux_features)
+    if evaluate.requests:  # a tree that the head cannot draft is refused before training
+        head_drafter(head, target.parts, config.tree, SamplingConfig())
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.jsonl").unlink(missing_ok=True)
@@ -92,7 +96,7 @@ def train(target: Target, config: TrainRun) -> Progress:
         )
         save_head(out / "head", trained, info)
 
-    return train_head(
+    progress = train_head(
         head.to(accelerator.device),
         source,
         config.train,
@@ -100,6 +104,13 @@ def train(target: Target, config: TrainRun) -> Progress:
         hooks=Hooks(evaluate, save),
         metrics_path=out / "metrics.jsonl",
     )
+    log.info("checkpoint: %s", out / "head")
+    return progress
+
+
+def _refuse_head_there(out: str) -> None:
+    if (Path(out) / "head").exists():
+        raise ValueError(f"out={out}: holds a head already; choose another directory")
 
 
 def make_accelerator(precision: str, device: torch.device) -> Accelerator:

@@ -20,6 +20,7 @@ from headstart.eval.engine.sampling import (
     ACCEPT,
     VERIFY,
     SamplingConfig,
+    best_ids,
     draw,
     processed_probs,
     prompt_key,
@@ -245,7 +246,7 @@ class _Loop:
         self, tree: DraftTree, logits_BNV: Tensor, keys_B: Tensor, positions_B: Tensor
     ) -> Verdict:
         if self.sampling.temperature == 0:
-            return verify_greedy(tree, logits_BNV.argmax(-1))
+            return verify_greedy(tree, best_ids(logits_BNV))
         probs_BNV = processed_probs(logits_BNV, self.sampling)
         # The token decided at a node stands one position after it.
         decided_BN = positions_B[:, None] + tree.depth_BN + 1
@@ -328,7 +329,7 @@ class _Loop:
     def _pick(self, logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor) -> Tensor:
         """Pick the token at these absolute positions from the processed distribution."""
         if self.sampling.temperature == 0:
-            return logits_BV.argmax(-1)
+            return best_ids(logits_BV)
         uniform_B = uniforms(self.sampling.seed, keys_B, positions_B, VERIFY)
         return draw(processed_probs(logits_BV, self.sampling), uniform_B)
 

@@ -63,6 +63,15 @@ class SamplingConfig:
                 )
 
 
+def best_ids(logits: Tensor) -> Tensor:
+    """Return the ids of the largest logits [...], ties to the lowest id; -1 where not finite.
+
+    Not argmax, which takes four times as long over bf16 on a CPU.
+    """
+    values, ids = logits.max(-1)
+    return ids.masked_fill(~values.isfinite(), -1)
+
+
 def processed_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
     """Return the distribution a token is drawn from, [..., V], fp32 (fp64 stays fp64).
 

@@ -69,7 +69,7 @@ def test_no_rows_at_all_are_refused(tmp_path):
 
 
 def test_a_directory_without_rows_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere/meta.json: no such file"):
+    with pytest.raises(FileNotFoundError, match="nowhere: no rows there"):
         read_rows(tmp_path / "nowhere")
 
 

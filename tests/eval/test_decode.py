@@ -502,10 +502,11 @@ def test_no_prompts_give_no_completions(tiny: Target) -> None:
     assert run(tiny, None, []) == {}
 
 
-def test_logits_that_are_not_finite_name_the_prompt(tiny: Target) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_name_the_prompt(temperature: float) -> None:
     target = target_of(tiny_model())
     target.parts.readout.weight_WD.fill_(float("nan"))
-    sampling = SamplingConfig(temperature=1.0)
+    sampling = SamplingConfig(temperature=temperature)
     with pytest.raises(RuntimeError, match="prompt p: the target's logits are not finite at token"):
         run(target, None, [Request("p", (1,), 5)], sampling=sampling)
 

@@ -10,6 +10,7 @@ from headstart.eval.engine.sampling import (
     DRAFT,
     VERIFY,
     SamplingConfig,
+    best_ids,
     draw,
     processed_probs,
     prompt_key,
@@ -50,6 +51,16 @@ def test_filters_without_temperature_warn_that_they_do_nothing(field: str, value
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SamplingConfig(temperature=1.0, **{field: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_id_is_the_lowest_of_equals_and_none_where_logits_are_not_finite(
+    dtype: torch.dtype,
+) -> None:
+    logits = torch.zeros(4, 40_000, dtype=dtype)
+    logits[0, [7, 500, 39_999]] = 1.0
+    logits[1, 3], logits[2, 9], logits[3] = torch.nan, torch.inf, -torch.inf
+    assert best_ids(logits).tolist() == [7, -1, -1, -1]
 
 
 def test_temperature_zero_is_one_hot_with_ties_to_the_lowest_id() -> None:

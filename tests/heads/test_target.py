@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.parts import TargetParts
-from headstart.heads.target import AUX_CONVENTION, Target
+from headstart.heads.target import AUX_CONVENTION, Target, TargetShape
 
 # A root with two children, of which the first has two and the second one: depths 0 1 1 2 2 2.
 PARENTS = [-1, 0, 0, 1, 1, 2]
@@ -206,6 +206,14 @@ def test_a_target_without_attention_is_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match="mamba has no attention layers"):
         target_of(model)
+
+
+def test_a_target_without_a_context_limit_is_refused_by_name() -> None:
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, lru_width=32
+    )
+    with pytest.raises(ValueError, match="recurrent_gemma states no max_position_embeddings"):
+        TargetShape.of(config)
 
 
 def test_the_fingerprint_ignores_the_dtype() -> None:

@@ -391,6 +391,14 @@ def test_a_warm_start_with_other_head_options_is_refused_by_name(job):
         train(chat_target(), job)
 
 
+def test_a_tree_deeper_than_the_head_is_refused_before_training(job):
+    job.head = families()["medusa"][0](draft_vocab_size=64, num_heads=2)
+    job.tree = TreeConfig(name="chain5", depth=5)
+    with pytest.raises(ValueError, match="tree.depth=5 but head.num_heads=2"):
+        train(chat_target(), job)
+    assert not (Path(job.out) / "head").exists()
+
+
 def test_a_directory_that_holds_a_head_is_refused(job):
     train(chat_target(), job)
     with pytest.raises(ValueError, match="holds a head already; choose another directory"):

@@ -174,7 +174,7 @@ class HeadDrafter(HeadBacked):
 def top_ids(logits: Tensor, k: int) -> Tensor:
     """Return the ids [.., k] of the k largest logits, best first, ties to the lowest id."""
     if k == 1:
-        return logits.argmax(-1, keepdim=True)
+        return logits.max(-1, keepdim=True).indices
     bits = logits.float().view(torch.int32)
     # The bits of a float, its magnitude flipped when negative, sort like the float itself.
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
