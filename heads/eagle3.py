@@ -132,8 +132,9 @@ class Eagle3Head(RecurrentHead):
     def initialise(self, parts: TargetParts) -> None:
         """Start from the last tapped state as it is, and read out by the target's rows.
 
-        That state lies nearest the read-out, in whose terms it is already written. The first layer
-        norms the token embedding, so its size needs no care here.
+        That state lies nearest the read-out, in whose terms it is already written: SmolLM2's head
+        was at a held-out KL of 2.40 after 160 small steps, from a random fc at 2.73 (one seed). The
+        first layer norms the token embedding, so its size needs no care here.
         """
         D = self.shape.hidden_size
         with torch.no_grad():

@@ -11,6 +11,7 @@ from training import command, save_target, saved
 
 from headstart import cli
 from headstart.data.rows import read_rows
+from headstart.data.store import FeatureStore
 from headstart.heads.checkpoint import load_head
 
 EXPERIMENTS = sorted(p.stem for p in (Path(__file__).parents[1] / "conf/experiment").glob("*.yaml"))
@@ -132,6 +133,15 @@ def own_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("own_threads")
 def test_another_number_of_threads_measures_again(finished):
     assert reused(run(finished, "runtime.threads=1")) == list(STEPS[:5])
+
+
+def test_one_capture_holds_the_states_that_any_of_the_heads_taps(tmp_path):
+    save_target(tmp_path / "target")
+    eagle3 = [f"heads.eagle3.{x}" for x in ("aux=[1]", "draft_vocab_size=64")]
+    log = run(tmp_path, "+head@heads.eagle3=eagle3", *eagle3, "~heads.medusa", "~trees.tree")
+    assert FeatureStore(tmp_path / "run/features").key["aux_features"] == [1]
+    assert "train eagle: done" in log
+    assert load_head(tmp_path / "run/eagle3/head")[0].aux_features == (1,)
 
 
 def test_training_online_captures_nothing(tmp_path):

@@ -240,14 +240,20 @@ def test_drafts_are_those_of_the_formulas_written_out(tiny: Target, name: str) -
 # Loss.
 
 
-@pytest.mark.parametrize("loss", ["ce_soft", "ce_hard", "kl + 0.1*tv"])
-@pytest.mark.parametrize("policy", ["drop", "mass"])
+@pytest.mark.parametrize(
+    ("loss", "policy"),
+    [
+        ("ce_soft", "drop"),
+        ("ce_soft", "mass"),
+        ("ce_hard", "drop"),
+        ("kl + 0.1*tv", "drop"),
+        ("kl + 0.1*tv", "mass"),
+    ],
+)
 def test_gradients_equal_those_of_a_loss_over_whole_logits(
     tiny: Target, loss: str, policy: str
 ) -> None:
     """The read-out that all steps share included, whose gradient is summed chunk by chunk."""
-    if (loss, policy) == ("ce_hard", "mass"):
-        pytest.skip("mass says nothing about ce_hard")
     vocab = some_vocab(64)
     head = _head(tiny, vocab=vocab, loss=loss, out_of_vocab=policy, loss_chunk=5)
     batch = _batch(head, tiny, [_row(12, seed=1), _row(9, seed=2)], from_=2)
