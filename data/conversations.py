@@ -74,17 +74,21 @@ class BadRow(ValueError):
 
 
 def read_conversations(
-    path: str | Path, *, need_answers: bool
+    path: str | Path, *, need_answers: bool, option: str = "data.path"
 ) -> tuple[list[Conversation], Dropped]:
     """Read the conversations of a JSON Lines file and account for every row.
 
     See `conversations_from` for what `need_answers` changes. Blank lines are not rows. Raises
-    FileNotFoundError when there is no such file and ValueError when no row is usable.
+    FileNotFoundError when there is no such file and ValueError when no row is usable; both name
+    `option`, the setting that gave the file.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; give a JSON Lines file of conversations")
-    return conversations_from(_json_lines(path), source=str(path), need_answers=need_answers)
+        raise FileNotFoundError(
+            f"{option}={path}: no such file; give a JSON Lines file of conversations"
+        )
+    source = f"{option}={path}"
+    return conversations_from(_json_lines(path), source=source, need_answers=need_answers)
 
 
 def conversations_from(

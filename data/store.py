@@ -224,7 +224,8 @@ class FeatureStore:
         if not set(taps) <= set(stored):
             raise ValueError(
                 f"feature store: made with aux_features={stored}, this run has "
-                f"aux_features={list(taps)}; capture again"
+                f"aux_features={list(taps)}; capture again, with aux={sorted({*stored, *taps})} "
+                "into another directory"
             )
 
     def batch(self, indices: Sequence[int]) -> FeatureBatch:

@@ -37,7 +37,7 @@ def run(config: EvalRun) -> None:
             "give directories that hold config.json and model.safetensors"
         )
     if config.eval.suite is not None:  # a bad file is refused before the target is loaded
-        read_conversations(config.eval.suite, need_answers=False)
+        read_conversations(config.eval.suite, need_answers=False, option="eval.suite")
     config.runtime.apply()
     target = load_target(config.target)
     evaluate_heads(

@@ -49,7 +49,9 @@ def load_suite(config: EvalConfig, template: ChatTemplate) -> Suite:
         rows = [(p.prompt_id, p.family, p.messages) for p in prompts]
     else:
         name = Path(config.suite).stem
-        conversations, account = read_conversations(config.suite, need_answers=False)
+        conversations, account = read_conversations(
+            config.suite, need_answers=False, option="eval.suite"
+        )
         notes = [account.summary()] if account.dropped or account.repaired else []
         rows = [(c.prompt_id, c.category, c.messages) for c in conversations]
     usable, refused = _render(rows, template)

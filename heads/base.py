@@ -223,6 +223,21 @@ class DraftHead(nn.Module, ABC):
             self._restricted = (parts.readout, parts.readout.rows(ids))
         return self._restricted[1]
 
+    @torch.no_grad()
+    def copy_target_rows(self, own: Tensor, parts: TargetParts, *, instead: str) -> None:
+        """Start an own read-out [.., W, D] from the target's rows.
+
+        Raises ValueError for a target whose read-out has a bias; `instead` is the setting that
+        works there.
+        """
+        rows = self.draft_readout(parts)
+        if rows.bias_W is not None:
+            raise ValueError(
+                f"head.readout={self.config.readout}: the target's read-out has a bias; use "
+                f"head.readout={instead}"
+            )
+        own.copy_(rows.weight_WD.expand_as(own))
+
 
 HeadClass = TypeVar("HeadClass", bound=type[DraftHead])
 _FAMILIES: dict[str, tuple[type[HeadConfig], type[DraftHead]]] = {}

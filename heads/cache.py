@@ -86,6 +86,19 @@ class KVCache(Cache):
             for kind, window in self.windows.items()
         }
 
+    def open_next(
+        self, num_rows: int, num_new: int, *, rows: Sequence[int] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Reserve the next tokens of each row, one after the other; return positions_RN and masks.
+
+        As `open`, for a causal pass with nothing pending.
+        """
+        lengths = self.lengths[:num_rows] if rows is None else [self.lengths[r] for r in rows]
+        starts_R1 = torch.tensor(lengths, device=self.device_)[:, None]
+        positions_RN = starts_R1 + torch.arange(num_new, device=self.device_)
+        causal_NN = torch.ones(num_new, num_new, dtype=torch.bool, device=self.device_).tril()
+        return positions_RN, self.open(positions_RN, causal_NN.expand(num_rows, -1, -1), rows=rows)
+
     def _reserve(
         self, lengths: list[int], R: int, N: int, P: int, rows: Sequence[int] | None
     ) -> None:

@@ -140,13 +140,8 @@ class Eagle3Head(RecurrentHead):
         with torch.no_grad():
             self.fc.weight.zero_()
             nn.init.eye_(self.fc.weight[:, -D:])
-            if self.config.readout == "trained":
-                rows = self.draft_readout(parts)
-                if rows.bias_W is not None:
-                    raise ValueError(
-                        "head.readout=trained: the target's read-out has a bias; use frozen"
-                    )
-                self.lm_head.weight.copy_(rows.weight_WD)
+        if self.config.readout == "trained":
+            self.copy_target_rows(self.lm_head.weight, parts, instead="frozen")
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         """Return fc over the tapped states [B, T, F*D], normed as the config says."""

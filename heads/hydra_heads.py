@@ -17,16 +17,8 @@ from torch.nn import functional as F
 from headstart.heads.base import DraftHead, FeatureBatch, HeadConfig, LossSums, register
 from headstart.heads.cache import KVCache
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rotary, document_mask
-from headstart.heads.losses import (
-    Distillation,
-    Selection,
-    Teacher,
-    distill,
-    loss_terms,
-    select,
-    token_denominators,
-)
-from headstart.heads.medusa import READOUTS, ResidualBlock
+from headstart.heads.losses import Selection, select, token_denominators
+from headstart.heads.medusa import READOUTS, ResidualBlock, distilled_by_head
 from headstart.heads.parts import TargetParts
 from headstart.heads.target import TargetShape
 from headstart.heads.vocab import DraftVocab
@@ -165,13 +157,7 @@ class HydraHeads(DraftHead):
         if self.prefix is not None:
             self.prefix.initialise()
         if self.lm_heads_KWD is not None:
-            rows = self.draft_readout(parts)
-            if rows.bias_W is not None:
-                raise ValueError(
-                    "head.readout=own: the target's read-out has a bias; use head.readout=tied"
-                )
-            with torch.no_grad():
-                self.lm_heads_KWD.copy_(rows.weight_WD.expand_as(self.lm_heads_KWD))
+            self.copy_target_rows(self.lm_heads_KWD, parts, instead="tied")
 
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count supervised positions a head."""
@@ -188,19 +174,7 @@ class HydraHeads(DraftHead):
         """Return the loss sums by head, each fed the data's own tokens."""
         K = self.config.num_heads
         picked = select(batch, K, self.config, self.vocab, all_supervised=not self.training)
-        task = Distillation(
-            Teacher.at(batch, picked), self.draft_readout(parts), self.config, self.vocab
-        )
-        numerators, metrics = distill(
-            self.states(batch, picked, parts), task, self.lm_heads_KWD, metrics=not self.training
-        )
-        counts = picked.valid_NK.sum(0).float()
-        decay_K = self.config.depth_decay ** (torch.arange(K, device=counts.device) + 1.0)
-        return LossSums(
-            numerators,
-            {name: weight * decay_K for name, weight in loss_terms(self.config).items()},
-            {name: (value, counts) for name, value in metrics.items()},
-        )
+        return distilled_by_head(self, self.states(batch, picked, parts), picked, batch, parts)
 
     def states(self, batch: FeatureBatch, picked: Selection, parts: TargetParts) -> Tensor:
         """Return what each head reads out at its selected position [N, K, D].
@@ -279,14 +253,10 @@ class HydraHeads(DraftHead):
         """Return contexts [R, M, D]; the prefix layer reads on over its committed cache."""
         if self.prefix is None:
             return hidden_RMD
-        (R, M, _), device, cache = hidden_RMD.shape, hidden_RMD.device, state.cache
-        lengths = cache.lengths[:R] if rows is None else [cache.lengths[r] for r in rows]
-        starts_R1 = torch.tensor(lengths, device=device)[:, None]
-        positions_RM = starts_R1 + torch.arange(M, device=device)
-        causal_MM = torch.ones(M, M, dtype=torch.bool, device=device).tril()
-        mask = cache.open(positions_RM, causal_MM.expand(R, M, M), rows=rows)["full_attention"]
-        context_RMD = self.prefix(hidden_RMD, positions_RM, mask, cache)
-        cache.advance(counts, rows=rows)
+        R, M = hidden_RMD.shape[:2]
+        positions_RM, masks = state.cache.open_next(R, M, rows=rows)
+        context_RMD = self.prefix(hidden_RMD, positions_RM, masks["full_attention"], state.cache)
+        state.cache.advance(counts, rows=rows)
         return context_RMD
 
     def _logits(self, context_RD: Tensor, paths_RMk: Tensor, parts: TargetParts) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from headstart.heads.base import DraftHead, FeatureBatch, HeadConfig, LossSums, register
 from headstart.heads.losses import (
     Distillation,
+    Selection,
     Teacher,
     distill,
     loss_terms,
@@ -66,6 +67,31 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
+def distilled_by_head(
+    head: DraftHead,
+    student_NKD: Tensor,
+    picked: Selection,
+    batch: FeatureBatch,
+    parts: TargetParts,
+) -> LossSums:
+    """Return the token losses of K heads, head k read out by its own rows or by the target's.
+
+    `head` has `lm_heads_KWD` and, in its config, `depth_decay`: Medusa's kind.
+    """
+    task = Distillation(
+        Teacher.at(batch, picked), head.draft_readout(parts), head.config, head.vocab
+    )
+    numerators, metrics = distill(student_NKD, task, head.lm_heads_KWD, metrics=not head.training)
+    counts_K = picked.valid_NK.sum(0).float()
+    depth_K = torch.arange(len(counts_K), device=counts_K.device)
+    decay_K = head.config.depth_decay ** (depth_K + 1.0)
+    return LossSums(
+        numerators,
+        {name: weight * decay_K for name, weight in loss_terms(head.config).items()},
+        {name: (value, counts_K) for name, value in metrics.items()},
+    )
+
+
 @dataclass
 class MedusaState:
     """The last verified state of each row: all that Medusa drafts from."""
@@ -113,13 +139,7 @@ class MedusaHead(DraftHead):
                 nn.init.zeros_(block.linear.weight)
                 nn.init.zeros_(block.linear.bias)
         if self.lm_heads_KWD is not None:
-            rows = self.draft_readout(parts)
-            if rows.bias_W is not None:
-                raise ValueError(
-                    "head.readout=own: the target's read-out has a bias; use head.readout=tied"
-                )
-            with torch.no_grad():
-                self.lm_heads_KWD.copy_(rows.weight_WD.expand_as(self.lm_heads_KWD))
+            self.copy_target_rows(self.lm_heads_KWD, parts, instead="tied")
 
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count supervised positions a head."""
@@ -145,19 +165,7 @@ class MedusaHead(DraftHead):
         states_BTKD = torch.stack([head(hidden_BTD) for head in self.heads], dim=2)
         depth_K = torch.arange(self.config.num_heads, device=hidden_BTD.device)
         student_NKD = states_BTKD[picked.row_N[:, None], picked.student_NK, depth_K]
-        task = Distillation(
-            Teacher.at(batch, picked), self.draft_readout(parts), self.config, self.vocab
-        )
-        numerators, metrics = distill(
-            student_NKD, task, self.lm_heads_KWD, metrics=not self.training
-        )
-        counts = picked.valid_NK.sum(0).float()
-        decay_K = self.config.depth_decay ** (depth_K + 1.0)
-        return LossSums(
-            numerators,
-            {name: weight * decay_K for name, weight in loss_terms(self.config).items()},
-            {name: (value, counts) for name, value in metrics.items()},
-        )
+        return distilled_by_head(self, student_NKD, picked, batch, parts)
 
     def new_state(
         self, batch: int, max_len: int, max_nodes: int, parts: TargetParts

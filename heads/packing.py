@@ -1,8 +1,9 @@
 """Weights laid out once for the CPU's matrix kernels (oneDNN) instead of anew in every call.
 
-A pass over one to sixteen tokens is bound by reading weights. Packed, it takes about half the time,
-and eight tokens cost hardly more than one, which is what verification lives on. The values are the
-same numbers: bf16 results are equal bit for bit, fp32 sums may be taken in another order.
+A product over one to sixteen tokens is bound by reading the weight. Packed, it is read once and in
+order, and eight tokens cost hardly more than one, which is what verification lives on (`make bench`
+measures it). The values are the same numbers: bf16 results are equal bit for bit, fp32 sums may be
+taken in another order.
 """
 
 import torch

@@ -233,12 +233,8 @@ class RecurrentHead(DraftHead):
         """Read verified pairs over the committed cache; return first-depth logits [R, 1, W]."""
         R, M = tokens_RM.shape
         cache = state.cache
-        lengths = cache.lengths[:R] if rows is None else [cache.lengths[r] for r in rows]
-        starts_R1 = torch.tensor(lengths, device=tokens_RM.device)[:, None]
-        positions_RM = starts_R1 + torch.arange(M, device=tokens_RM.device)
-        causal_MM = torch.ones(M, M, dtype=torch.bool, device=tokens_RM.device).tril()
-        mask = cache.open(positions_RM, causal_MM.expand(R, M, M), rows=rows)["full_attention"]
-        feature_RMD = self.fuse(hidden_RMD)
+        positions_RM, masks = cache.open_next(R, M, rows=rows)
+        mask, feature_RMD = masks["full_attention"], self.fuse(hidden_RMD)
         output_RMD = self.run(parts.embed(tokens_RM), feature_RMD, positions_RM, mask, cache)
         cache.advance(counts, rows=rows)
         last_R = torch.tensor(counts, device=tokens_RM.device) - 1

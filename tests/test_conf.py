@@ -174,13 +174,16 @@ def test_an_out_directory_that_cannot_be_made_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "data=jsonl", "data.path=none.jsonl"], "none.jsonl: no such file"),
+        (["generate", "data=jsonl", "data.path=none.jsonl"], "data.path=none.jsonl: no such"),
         (["train", "rows=none"], "none: no rows there"),
         (["eval", "checkpoints=[none]"], "no head checkpoint at none"),
+        (["eval", "checkpoints=[a]", "eval.suite=none.jsonl"], "eval.suite=none.jsonl: no "),
     ],
 )
 def test_files_are_missed_before_the_target_is_loaded(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").touch()
     with pytest.raises(SystemExit, match=message):
         command(*arguments, "target=hf", "target.path=/no/such/target")
 

@@ -68,10 +68,10 @@ def train(target: Target, config: TrainRun) -> Progress:
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
     vocab = draft_vocab(rows, config.head.draft_vocab_size, target)
     head = new_head(config, target, vocab)
+    if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
+        head_drafter(head, target.parts, config.tree, SamplingConfig())
     source = feature_source(target, rows, config, meta.template_hash, head.aux_features)
     evaluate = _Evaluation(target, config, heldout, accelerator, head.aux_features)
-    if evaluate.requests:  # a tree that the head cannot draft is refused before training
-        head_drafter(head, target.parts, config.tree, SamplingConfig())
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.jsonl").unlink(missing_ok=True)

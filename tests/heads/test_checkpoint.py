@@ -23,6 +23,8 @@ from headstart.heads.vocab import DraftVocab
 OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 2, "readout": "own"},
     "eagle": {"num_layers": 2},
+    "eagle3": {"num_layers": 2, "aux": [1, 2], "fc_norm": True},
+    "hydra_heads": {"num_heads": 2, "arch": "prefix-mlp"},
 }
 FAMILIES = list(OPTIONS)
 Tensors = dict[str, Tensor]
@@ -43,10 +45,11 @@ def _drafts(head: DraftHead, parts: TargetParts) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     weight = parts.readout.weight_WD
     tokens = torch.randint(128, (1, 5), generator=generator)
-    hidden = torch.randn(1, 5, 32, generator=generator).to(weight.dtype)
+    width = 32 * max(1, len(head.aux_features))
+    hidden = torch.randn(1, 5, width, generator=generator).to(weight.dtype)
     state = head.new_state(1, 16, 4, parts)
     logits = head.extend(state, tokens, hidden, [5], parts)
-    if head.max_depth is not None:
+    if head.depths_at_once > 1:
         return logits
     more = head.step(state, tokens[:, :2], torch.tensor([[0, 0]]), parts)
     return torch.cat((logits, more), 1)

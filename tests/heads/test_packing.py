@@ -1,12 +1,20 @@
 """Packed weights: the same numbers, in training and in decoding, and left alone where they must."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
-from models import seeded, target_of, tiny_model
+from fixtures_chat import chat_tokenizer
+from models import make_head, seeded, target_of, tiny_model
 from torch import nn
 
+from headstart.eval.engine.decode import Request, decode
+from headstart.eval.engine.drafters.base import NoDrafter
+from headstart.eval.engine.drafters.head import HeadDrafter
+from headstart.eval.engine.sampling import SamplingConfig
+from headstart.eval.engine.tree import TreeShape
+from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.packing import PackedLinear, can_pack, pack_linears
 from headstart.heads.target import Target
 
@@ -78,6 +86,39 @@ def test_a_packed_target_has_the_same_states_logits_and_fingerprint() -> None:
     torch.testing.assert_close(packed.readout(have), plain.readout(want), rtol=0, atol=1e-5)
     assert packed.fingerprint == plain.fingerprint
     assert any(isinstance(m, PackedLinear) for m in packed.decoder.modules())
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle", "eagle3", "hydra_heads"])
+def test_heads_on_a_packed_target_are_packed_and_leave_greedy_text_alone(family: str) -> None:
+    plain, packed = _pair()
+    options = {"aux": [1, 2, 3]} if family == "eagle3" else {}
+    head = make_head(family, plain, **options)
+    packed.adopt(head)
+    assert any(isinstance(m, PackedLinear) for m in head.modules())
+    drafter = HeadDrafter(head, packed.parts, TreeShape.chain(2), sampling=SamplingConfig())
+    request = Request("p", (1, 2, 3), 12)
+    texts = []
+    for target, drafts in ((plain, NoDrafter()), (packed, NoDrafter()), (packed, drafter)):
+        done = decode(target, drafts, [request], sampling=SamplingConfig(), stop_ids=[])
+        texts.append([c.token_ids for c in done])
+    assert len(texts[0][0]) == 12
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_head_on_a_target_left_alone_is_left_alone() -> None:
+    plain, _ = _pair()
+    head = make_head("eagle", plain)
+    plain.adopt(head)
+    assert not any(isinstance(m, PackedLinear) for m in head.modules())
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_target_is_loaded_packed_unless_told_otherwise(pack: bool, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    options = {} if pack else {"pack": False}
+    target = load_target(TargetConfig(str(tmp_path), dtype="float32", device="cpu", **options))
+    assert any(isinstance(m, PackedLinear) for m in target.decoder.modules()) == pack
 
 
 def test_gradients_and_autocast_pass_by_the_packed_copy() -> None:

@@ -396,6 +396,7 @@ def test_a_tree_deeper_than_the_head_is_refused_before_training(job):
     job.tree = TreeConfig(name="chain5", depth=5)
     with pytest.raises(ValueError, match="tree.depth=5 but head.num_heads=2"):
         train(chat_target(), job)
+    assert not Path(f"{job.rows}-features").exists()  # nor has anything been captured
     assert not (Path(job.out) / "head").exists()
 
 
