@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo smoke test test-all lint format bench clean
+.PHONY: help demo smoke test test-all lint format bench bench-step clean
 
 help:
 	@echo "make demo    train and measure two heads for SmolLM2-135M-Instruct (about 15 minutes)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test    the tests (minutes); make test-all adds those on the real model"
 	@echo "make lint    ruff; make format rewrites"
 	@echo "make bench   speed against transformers' generate, on a quiet machine"
+	@echo "make bench-step  memory and speed of an EAGLE-3 training step, on a quiet machine"
 
 # torch first and pinned: anything that asks for a bare torch would bring gigabytes of CUDA.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -48,6 +49,9 @@ format: $(VENV)/installed
 
 bench: $(VENV)/target
 	$(BIN)/python -m headstart.eval.loop_bench
+
+bench-step: $(VENV)/installed
+	$(BIN)/python -m headstart.train.step_bench
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

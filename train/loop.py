@@ -78,7 +78,11 @@ def train_head(
     """
     parts = source.parts
     optimizer = torch.optim.AdamW(
-        head.parameters(), lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay
+        head.parameters(),
+        lr=config.lr,
+        betas=tuple(config.betas),
+        weight_decay=config.weight_decay,
+        fused=True,  # one pass, no temporaries as large as a weight
     )
     head, optimizer = accelerator.prepare(head, optimizer)
     generator = torch.Generator(accelerator.device).manual_seed(config.seed)
