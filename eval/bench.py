@@ -24,6 +24,7 @@ from headstart.eval.checks import (
 )
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter, NoDrafter
+from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.equality import compare_greedy
@@ -43,6 +44,7 @@ from headstart.eval.result import (
 )
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite, check_lengths, load_suite
+from headstart.eval.teacher_forced import predicted_tau, prediction_warnings
 from headstart.eval.timing import Runner
 from headstart.heads.target import Target
 
@@ -152,9 +154,15 @@ def _result(
     if config.check_equality and sampled.temperature == 0:
         equality, told = compare_greedy(target, suite.requests, plain, done)
     loops = looping_prompts(done)
+    predicted, drafter = None, arm.drafter
+    if arm.is_chain and isinstance(drafter, HeadDrafter) and sampled.temperature == 0:
+        depth = drafter.shape.max_depth
+        predicted = predicted_tau(target, drafter.head, depth, suite.requests, plain)
     equal = equality is not None and not equality.divergences
     told += check_identities(sums, done, fixed_chain=arm.is_chain, greedy_equal=equal)
     told += sample_warnings(sums, loops)
+    values = figures(sums)
+    told += prediction_warnings(predicted, values["tau_full_rounds"])
     if suite.dropped:
         told.append(f"suite {suite.name}: {suite.dropped}")
     return Result(
@@ -162,11 +170,12 @@ def _result(
         drafter=arm.info,
         sampling=sampled,
         counts=_counts(sums),
-        figures=figures(sums),
+        figures=values,
         intervals=bootstrap(sums, list(FIGURES), resamples=config.resamples, seed=config.seed),
         resamples=config.resamples,
         repeats=config.repeats,
         equality=equality,
+        tau_predicted=predicted,
         categories=_categories(sums, suite.categories),
         loops=loops,
         figures_without_loops=figures_without(sums, loops),

@@ -66,6 +66,7 @@ def markdown_report(results: Sequence[Result], *, images: Sequence[str] = ()) ->
         *(f"![{Path(image).stem.replace('_', ' ')}]({image})" for image in images),
         "## Acceptance by depth",
         *_acceptance(named),
+        *_predicted(named),
         "## Accepted drafted tokens per round (share of rounds)",
         _histogram(named),
         "## Time by stage",
@@ -124,6 +125,18 @@ def _acceptance(named: Sequence[Named]) -> list[str]:
         header = [figure, *(f"d = {d}" for d in range(depth))]
         sections += [f"`{figure}`, {DEFINITIONS[figure]}:", _table(header, rows)]
     return sections
+
+
+def _predicted(named: Sequence[Named]) -> list[str]:
+    rows = []
+    for name, result in named:
+        measured = result.figures["tau_full_rounds"]
+        if result.tau_predicted is not None and measured:
+            gap = f"{100 * (result.tau_predicted / measured - 1):+.1f} %"
+            rows.append([name, number(result.tau_predicted), number(measured), gap])
+    text = "Chains, tau of full rounds: predicted by teacher-forced agreement on the target's own "
+    header = ["drafter", "predicted", "measured", "gap"]
+    return [f"{text}answers, and measured:", _table(header, rows)] if rows else []
 
 
 def _histogram(named: Sequence[Named]) -> str:

@@ -145,6 +145,8 @@ class Result:
     """Timed repeats of each prompt; times are the median."""
     equality: Equality | None = None
     """Null when sampled: outputs of the arms then differ rightly."""
+    tau_predicted: float | None = None
+    """Tau of full rounds by teacher-forced agreement; of greedy chains only."""
     categories: dict[str, Category] = field(default_factory=dict)
     loops: dict[str, float] = field(default_factory=dict)
     """Prompts flagged as looping, with the share of repeated 8-grams."""

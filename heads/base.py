@@ -169,6 +169,15 @@ class DraftHead(nn.Module, ABC):
     def initialise(self, parts: TargetParts) -> None:
         """Set the starting weights, those copied from the target included."""
 
+    def unrolled(self, depth: int) -> "DraftHead":
+        """Return the head as its teacher-forced metrics are taken, `depth` tokens deep or deeper.
+
+        Raises ValueError when it cannot draft so deep.
+        """
+        if self.max_depth is not None and depth > self.max_depth:
+            raise ValueError(f"depth {depth}: this head drafts {self.max_depth} tokens at most")
+        return self
+
     @abstractmethod
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count, by term and depth, the positions the loss of this batch is divided by."""
