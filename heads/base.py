@@ -41,8 +41,8 @@ class HeadConfig:
     """lk_hybrid: how fast its weight moves from KL to TV as overlap grows."""
     loss_top_k: int = 10
     """topk_hass, kl_topk_tail: tokens of the target's law that are kept."""
-    loss_chunk: int = 1024
-    """Positions whose logits are held at once."""
+    loss_chunk: int = 1 << 26
+    """Logits that the loss holds at once, over all depths; at least those of one position."""
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size is not None and self.draft_vocab_size < 2:
@@ -59,7 +59,7 @@ class HeadConfig:
         if self.loss_top_k < 1:
             raise ValueError(f"head.loss_top_k={self.loss_top_k}: need at least 1 token")
         if self.loss_chunk < 1:
-            raise ValueError(f"head.loss_chunk={self.loss_chunk}: need at least 1 position")
+            raise ValueError(f"head.loss_chunk={self.loss_chunk}: need at least 1 logit")
         for message in self._unused(terms):
             warnings.warn(message, stacklevel=3)
 

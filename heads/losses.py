@@ -6,14 +6,22 @@ Shapes: N selected teacher positions, K depths, D width, W draft vocabulary, S t
 O objectives that get a gradient of their own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from headstart.heads.base import FeatureBatch, HeadConfig
+from headstart.heads.chunks import (
+    add_readout_gradient,
+    compute_dtype,
+    logit_gradients,
+    logits_of,
+    slices,
+    student_gradient,
+)
 from headstart.heads.loss_kinds import Draft, Law, divergence, loss_functions, overlap, parse_loss
 from headstart.heads.parts import ReadOut
 from headstart.heads.vocab import DraftVocab
@@ -174,56 +182,61 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         N, K = task.teacher.selection.valid_NK.shape
         S = len(loss_terms(task.config))
-        objectives = S if scale_SK is None else 1
+        count = S if scale_SK is None else 1
         wants_student, wants_own = ctx.needs_input_grad[:2]
-        grad_student = student.new_zeros(objectives, *student.shape) if wants_student else None
+        grad_student = student.new_zeros(count, *student.shape) if wants_student else None
         fp32 = {"dtype": torch.float32, "device": student.device}
-        grad_own = torch.zeros(objectives, *own.shape, **fp32) if wants_own else None
-        own_leaf = None if own is None else _leaf(own, wants_own)
+        grad_own = torch.zeros(count, *own.shape, **fp32) if wants_own else None
         total_SK = torch.zeros(S, K, **fp32)
-        for start in range(0, N, task.config.loss_chunk):
-            part = slice(start, start + task.config.loss_chunk)
-            with torch.enable_grad():
-                leaf = _leaf(student[part], wants_student)
-                numerators_SK = _chunk_losses(leaf, own_leaf, task, part, seen)
+        dtype = compute_dtype(student)
+        readout = task.readout.to(dtype)  # once: autocast would copy it chunk by chunk
+        weight = readout.weight_WD if own is None else own.to(dtype)
+        for part in slices(N, task.config.loss_chunk // (K * weight.shape[-2])):
+            student_NKD = student[part].to(dtype)
+            logits_NKW = logits_of(student_NKD, weight)
+            if own is None and readout.bias_W is not None:
+                logits_NKW += readout.bias_W
+            teacher_NW = readout(task.teacher.hidden_ND[part].to(dtype))
+
+            def objectives(
+                piece_NKW: Tensor, piece: slice, first: int = part.start, law: Tensor = teacher_NW
+            ) -> Sequence[Tensor]:
+                place = slice(first + piece.start, first + piece.stop)
+                numerators_SK = _numerators(
+                    piece_NKW, _law(law[piece], task, place), task, place, seen
+                )
+                total_SK.add_(numerators_SK.detach())
                 if scale_SK is None:
-                    wanted = numerators_SK.sum(1).unbind()
-                else:
-                    wanted = [(numerators_SK * scale_SK).sum()]
-            total_SK += numerators_SK.detach()
-            leaves = [x for x in (leaf, own_leaf) if x is not None and x.requires_grad]
-            for o, objective in enumerate(wanted if leaves else ()):
-                again = o + 1 < objectives
-                grads = torch.autograd.grad(objective, leaves, retain_graph=again)
-                for source, grad in zip(leaves, grads, strict=True):
-                    if source is leaf:
-                        grad_student[o, part] = grad
-                    else:
-                        grad_own[o] += grad
-        ctx.save_for_backward(grad_student, grad_own, scale_SK)
+                    return numerators_SK.sum(1).unbind()
+                return [(numerators_SK * scale_SK).sum()]
+
+            wanted = count if wants_student or wants_own else 0
+            for o, gradient_NKW in enumerate(logit_gradients(logits_NKW, objectives, wanted)):
+                if wants_student:
+                    grad_student[o, part] = student_gradient(gradient_NKW, weight)
+                if wants_own:
+                    add_readout_gradient(grad_own[o], gradient_NKW, student_NKD)
+        # Not save_for_backward: it keeps a reference, and autograd would copy a shared gradient.
+        ctx.gradients, ctx.scale_SK = (grad_student, grad_own), scale_SK
         return total_SK
 
     @staticmethod
     def backward(ctx: Any, factor_SK: Tensor) -> tuple[Tensor | None, ...]:
-        grad_student, grad_own, scale_SK = ctx.saved_tensors
+        assert ctx.gradients is not None, "the gradients of a chunked loss can be taken once"
+        (grad_student, grad_own), ctx.gradients = ctx.gradients, None
+        scale_SK = ctx.scale_SK
         factor_OK = factor_SK if scale_SK is None else _common_factor(factor_SK, scale_SK)
         if grad_student is not None:
-            grad_student = (factor_OK[:, None, :, None] * grad_student).sum(0)
+            grad_student = _weighed(grad_student, factor_OK[:, None, :, None])
         if grad_own is not None:
             by_depth = factor_OK[..., None, None] if scale_SK is None else factor_OK[..., None]
-            grad_own = (by_depth * grad_own).sum(0)
+            grad_own = _weighed(grad_own, by_depth)
         return grad_student, grad_own, None, None, None
 
 
-def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
-    """Detach, in the dtype that autocast would compute in.
-
-    Left to autocast, a copy of every leaf would be kept until its context ends.
-    """
-    kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
-        tensor = tensor.to(torch.get_autocast_dtype(kind))
-    return tensor.detach().requires_grad_(wants_gradient)
+def _weighed(gradients: Tensor, factors: Tensor) -> Tensor:
+    """Return the sum over objectives of factor * gradient; a single gradient is not copied."""
+    return gradients.mul_(factors)[0] if len(gradients) == 1 else (factors * gradients).sum(0)
 
 
 def _common_factor(factor_SK: Tensor, scale_SK: Tensor) -> Tensor:
@@ -235,16 +248,15 @@ def _common_factor(factor_SK: Tensor, scale_SK: Tensor) -> Tensor:
     return common[None, None]
 
 
-def _chunk_losses(
-    student_NKD: Tensor,
-    own: Tensor | None,
+def _numerators(
+    logits_NKW: Tensor,
+    law: Law,
     task: Distillation,
     part: slice,
     seen: list[dict[str, Tensor]] | None,
 ) -> Tensor:
-    """Return the numerators [S, K] of one chunk, in fp32; add its metrics to what was seen."""
-    draft, config = Draft(_logits(student_NKD, own, task.readout).float()), task.config
-    law = _law(task, part, student_NKD.dtype)
+    """Return the numerators [S, K] of some positions, in fp32; note their metrics in `seen`."""
+    draft, config = Draft(task.readout.post(logits_NKW).float()), task.config
     if seen is not None:
         seen.append(_metrics(Draft(draft.logits_NKW.detach()), law, task, part))
     kinds = loss_functions(eta=config.lk_eta, top_k=config.loss_top_k)
@@ -255,25 +267,15 @@ def _chunk_losses(
     return torch.stack(numerators)
 
 
-def _logits(student_NKD: Tensor, own: Tensor | None, readout: ReadOut) -> Tensor:
-    """Read the student out by the target's rows or a trainable copy, [K, W, D] or [W, D]."""
-    if own is None:
-        return readout(student_NKD)
-    if own.dim() == 2:
-        return readout.post(F.linear(student_NKD, own))
-    return readout.post(torch.einsum("nkd,kwd->nkw", student_NKD, own))
-
-
 @torch.no_grad()
-def _law(task: Distillation, part: slice, dtype: torch.dtype) -> Law:
-    """Read the target out again at a chunk of positions."""
+def _law(logits_NW: Tensor, task: Distillation, part: slice) -> Law:
+    """Make the target's law at some positions from its logits there."""
     teacher, vocab = task.teacher, task.vocab
-    teacher_NW = task.readout(teacher.hidden_ND[part].to(dtype)).float()
     label_N, by_mass = teacher.selection.label_N[part], task.config.out_of_vocab == "mass"
     if vocab is None:
-        return Law(teacher_NW, None, by_mass, label_N)
+        return Law(logits_NW.float(), None, by_mass, label_N)
     draft_N = vocab.to(label_N.device).draft_id_V[label_N].clamp(min=0)
-    return Law(teacher_NW, teacher.logsumexp_N[part, None], by_mass, draft_N)
+    return Law(logits_NW.float(), teacher.logsumexp_N[part, None], by_mass, draft_N)
 
 
 @torch.no_grad()

@@ -48,6 +48,13 @@ class ReadOut:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def to(self, dtype: torch.dtype) -> "ReadOut":
+        """Return the read-out in another dtype, not packed; itself if it is in that dtype."""
+        if self.weight_WD.dtype == dtype:
+            return self
+        bias = None if self.bias_W is None else self.bias_W.to(dtype)
+        return ReadOut(self.weight_WD.to(dtype), bias, self.scale, self.softcap)
+
     def rows(self, ids_W: Tensor) -> "ReadOut":
         """Return the read-out of these vocabulary rows only, as its own contiguous weight."""
         bias = None if self.bias_W is None else self.bias_W[ids_W]
@@ -96,14 +103,7 @@ class TargetParts:
 
     def to(self, dtype: torch.dtype) -> "TargetParts":
         """Return the parts in another dtype."""
-        bias = self.readout.bias_W
-        readout = ReadOut(
-            self.readout.weight_WD.to(dtype),
-            None if bias is None else bias.to(dtype),
-            self.readout.scale,
-            self.readout.softcap,
-        )
-        return TargetParts(self.embedding_VD.to(dtype), self.embed_scale, readout)
+        return TargetParts(self.embedding_VD.to(dtype), self.embed_scale, self.readout.to(dtype))
 
     def save(self, path: Path) -> None:
         """Write the parts to one safetensors file; a tied embedding is stored once."""

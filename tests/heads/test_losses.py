@@ -395,7 +395,12 @@ class Problem:
         used = SETTINGS.get(loss, {})
         size = None if vocab is None else len(vocab)
         self.config = HeadConfig(
-            draft_vocab_size=size, out_of_vocab=policy, loss=loss, loss_chunk=3, **used, **options
+            draft_vocab_size=size,
+            out_of_vocab=policy,
+            loss=loss,
+            loss_chunk=3 * K * W,
+            **used,
+            **options,
         )
         teacher = Teacher(hidden_ND, logits_NV.logsumexp(-1), logits_NV.argmax(-1), self.picked)
         self.task = Distillation(teacher, self.readout, self.config, vocab)
@@ -683,7 +688,7 @@ def memory(kind: str, N: int, loss: str) -> Memory:
     learned_NK = torch.ones(N, K, dtype=torch.bool)
     zero_N = torch.zeros(N)
     teacher = Teacher(torch.ones(N, D), zero_N, zero_N.long(), selection(learned_NK))
-    config = HeadConfig(loss=loss, loss_chunk=CHUNK)
+    config = HeadConfig(loss=loss, loss_chunk=CHUNK * K * WIDE)
     task = Distillation(teacher, ReadOut(torch.ones(WIDE, D)), config, None)
     own = {"own_KWD": (K, WIDE, D), "own_WD": (WIDE, D)}.get(kind)
     options = {} if own is None else {kind: torch.ones(own, requires_grad=True)}
