@@ -43,6 +43,9 @@ class HeadConfig:
     """topk_hass, kl_topk_tail: tokens of the target's law that are kept."""
     loss_chunk: int = 1 << 26
     """Logits that the loss holds at once, over all depths; at least those of one position."""
+    init_from: str | None = None
+    """Head checkpoint of the same options whose weights and draft vocabulary training starts from,
+    on whatever rows; null starts afresh. A checkpoint holds null here, and says in trained_on."""
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size is not None and self.draft_vocab_size < 2:

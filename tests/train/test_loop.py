@@ -295,7 +295,7 @@ def test_p32_a_checkpoint_holds_the_heads_tensors_only(job):
     train(chat_target(), job)
     stored = set(load_file(Path(job.out) / "head" / "model.safetensors"))
     head, _ = load_head(Path(job.out) / "head")
-    assert stored == set(head.state_dict()) | {"d2t"}
+    assert stored == set(head.state_dict()) | {"d2t", "t2d"}
 
 
 def test_a_run_leaves_what_it_was_trained_on_in_its_checkpoint(job):
@@ -374,7 +374,7 @@ def test_p12_a_warm_start_keeps_vocabulary_and_weights(job, tmp_path):
     train(chat_target(), job)
     first, _ = load_head(Path(job.out) / "head")
     job.rows, job.heldout_rows = job.heldout_rows, None
-    job.train.init_from, job.out = str(Path(job.out) / "head"), str(tmp_path / "warm")
+    job.head.init_from, job.out = str(Path(job.out) / "head"), str(tmp_path / "warm")
     job.train.max_steps, job.train.lr = 1, 1e-12
     train(chat_target(), job)
     warm, _ = load_head(Path(job.out) / "head")
@@ -384,9 +384,8 @@ def test_p12_a_warm_start_keeps_vocabulary_and_weights(job, tmp_path):
 
 def test_a_warm_start_with_other_head_options_is_refused_by_name(job):
     train(chat_target(), job)
-    job.train.init_from = str(Path(job.out) / "head")
-    job.out += "-next"
-    job.head = families()["eagle"][0](draft_vocab_size=64, num_layers=2)
+    start, job.out = str(Path(job.out) / "head"), f"{job.out}-next"
+    job.head = families()["eagle"][0](draft_vocab_size=64, num_layers=2, init_from=start)
     with pytest.raises(ValueError, match="its head differs in num_layers"):
         train(chat_target(), job)
 
