@@ -83,6 +83,7 @@ def train(target: Target, config: TrainRun) -> Progress:
         sum(source.lengths),
     )
     trained_on = {"rows": len(rows), "tokens": sum(source.lengths), "rows_hash": rows_hash(rows)}
+    trained_on["max_length"] = max(source.lengths)
 
     def save(trained: DraftHead, progress: Progress) -> None:
         info = info_for(
