@@ -110,7 +110,7 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
     row_settings = base | _flat(generate=config.generate, answers=config.answers)
     # Refused now rather than after the rows are made: taps and trees that do not fit.
     taps = sorted({s for head in config.heads.values() for s in head.taps(target.shape)})
-    refuse_misfits(config.heads, trees, target, config.sampling)
+    refuse_misfits(config.heads, config.trees, target, config.sampling)
     steps = []
     for name, data, tokens in (
         ("rows", config.data, answer_tokens),

@@ -76,7 +76,7 @@ def head_arms(
 
 def refuse_misfits(
     heads: Mapping[str, HeadConfig],
-    trees: Sequence[TreeConfig],
+    trees: Mapping[str, TreeConfig],
     target: Target,
     sampling: SamplingConfig,
 ) -> None:
@@ -90,11 +90,11 @@ def refuse_misfits(
         vocab = None if size is None else DraftVocab.from_counts(seen_V, size, forced=())
         with torch.device("meta"):
             head = build_head(config, target.shape, vocab)
-        for tree in trees:
+        for tree_name, tree in trees.items():
             try:
                 head_drafter(head, target.parts, tree, sampling)
             except ValueError as error:
-                raise ValueError(f"heads.{name} with trees.{tree.name}: {error}") from error
+                raise ValueError(f"heads.{name} with trees.{tree_name}: {error}") from error
 
 
 def _other_template(path: Path, info: HeadInfo, template_hash: str) -> str:
