@@ -19,6 +19,7 @@ from headstart.eval.arms import Arm, head_arms, refuse_repeats
 from headstart.eval.checks import (
     check_identities,
     figures_without,
+    length_warnings,
     looping_prompts,
     sample_warnings,
 )
@@ -30,7 +31,14 @@ from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.equality import compare_greedy
 from headstart.eval.intervals import bootstrap
 from headstart.eval.leaderboard import print_leaderboard
-from headstart.eval.metrics import FIGURES, PromptSums, figures, figures_by_category, prompt_sums
+from headstart.eval.metrics import (
+    FIGURES,
+    PromptSums,
+    figures,
+    figures_by_category,
+    length_bucket,
+    prompt_sums,
+)
 from headstart.eval.report import write_report
 from headstart.eval.result import (
     Category,
@@ -128,7 +136,7 @@ def benchmark(
     for arm, done in zip(arms, drafted, strict=True):
         result = _result(target, arm, suite, plain, done, config, sampled, provenance)
         rows = [
-            prompt_row(one, other, suite.categories[one.prompt_id])
+            prompt_row(one, other, suite.categories[one.prompt_id], suite.lengths[one.prompt_id])
             for one, other in zip(done, plain, strict=True)
         ]
         outcomes.append((result, rows))
@@ -163,6 +171,7 @@ def _result(
     told += sample_warnings(sums, loops)
     values = figures(sums)
     told += prediction_warnings(predicted, values["tau_full_rounds"])
+    told += length_warnings(suite.lengths, done, arm.trained_length)
     if suite.dropped:
         told.append(f"suite {suite.name}: {suite.dropped}")
     return Result(
@@ -177,6 +186,7 @@ def _result(
         equality=equality,
         tau_predicted=predicted,
         categories=_categories(sums, suite.categories),
+        context_lengths=_context_lengths(sums, suite.lengths),
         loops=loops,
         figures_without_loops=figures_without(sums, loops),
         warnings=[*arm.notes, *told],
@@ -192,6 +202,15 @@ def _categories(sums: Sequence[PromptSums], of: dict[str, str]) -> dict[str, Cat
         name: Category(_counts([s for s in sums if of[s.prompt_id] == name]), values)
         for name, values in figures_by_category(sums, of).items()
     }
+
+
+def _context_lengths(sums: Sequence[PromptSums], of: dict[str, int]) -> dict[str, Category]:
+    """Return the figures by length of the prompt, shortest first; `of` gives tokens by prompt id.
+
+    A prompt belongs to one bucket with all its rounds, so that every figure has its meaning there.
+    """
+    found = _categories(sums, {prompt_id: length_bucket(n) for prompt_id, n in of.items()})
+    return {length_bucket(n): found[length_bucket(n)] for n in sorted(of.values())}
 
 
 def provenance(

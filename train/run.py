@@ -86,6 +86,7 @@ def train(target: Target, config: TrainRun) -> Progress:
     trained_on = {
         "rows": len(rows),
         "tokens": sum(source.lengths),
+        "max_length": max(source.lengths),
         "rows_hash": rows_hash(rows),
         "init_from": start,
     }
