@@ -7,7 +7,7 @@ out=${1:-runs/reference}
 heads=$out/heads
 
 headstart generate data.num_prompts=2000 generate.batch_size=64 out="$out/rows"
-headstart generate data.num_prompts=64 data.split=heldout generate.batch_size=64 out="$out/heldout"
+headstart generate data.num_prompts=32 data.split=heldout generate.batch_size=64 out="$out/heldout"
 headstart capture rows="$out/rows" 'aux=[2,15,27]' out="$out/features"
 
 for head in medusa hydra_heads eagle eagle3 eagle31; do
