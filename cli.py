@@ -161,12 +161,25 @@ def _refuse_bad_overrides(name: str, overrides: list[str]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            _refuse_sweep(name, overrides)
             config = load_config(name, [o for o in overrides if not o.startswith("hydra.")])
         _refuse_unwritable(config.out)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SystemExit(f"headstart {name}: {explain(error)}") from None
     finally:
         GlobalHydra.instance().clear()
+
+
+def _refuse_sweep(name: str, overrides: list[str]) -> None:
+    """Raise ValueError for an experiment that names what to sweep over, run as one job."""
+    with initialize_config_module(CONF, version_base="1.3"):
+        hydra_cfg = compose(name, overrides=overrides, return_hydra_config=True).hydra
+    if hydra_cfg.sweeper.params:
+        swept = ", ".join(hydra_cfg.sweeper.params)
+        raise ValueError(
+            f"experiment={hydra_cfg.runtime.choices.experiment}: is a sweep over {swept}; run "
+            f"headstart {name} -m with it"
+        )
 
 
 def _refuse_unwritable(out: str) -> None:
@@ -188,6 +201,10 @@ def explain(error: BaseException) -> str:
         known = sorted(o for o in error.options or () if not o.startswith("base_"))
         return _no_such_option(f"{group}={option}", known)
     cause = error.__cause__ or error
+    where = re.match(r"In 'experiment/(.+?)': ConfigKeyError.*?Key '(\w+)'", str(error), re.S)
+    if where:
+        name, key = where.groups()
+        return f"experiment={name}: made for another command: it sets {key}, unknown to this one"
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     kind = getattr(cause, "object_type", None)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and is_dataclass(kind):

@@ -6,6 +6,8 @@ again.
 """
 
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -21,8 +23,9 @@ from headstart import __version__
 from headstart.data.generate import GenerateConfig, generate
 from headstart.data.rows import read_rows
 from headstart.data.source import DataConfig, source_settings
-from headstart.data.store import capture
+from headstart.data.store import bytes_per_token, capture
 from headstart.data.template import ChatTemplate
+from headstart.eval.arms import refuse_misfits
 from headstart.eval.bench import evaluate_heads
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
@@ -84,7 +87,8 @@ def run(config: PipelineRun) -> None:
     """Run every step that is not there yet (the command's entry)."""
     config.runtime.apply()
     target = load_target(config.target)
-    steps = plan(target, config, measure_rates(target, config.generate.batch_size))
+    rates = measure_rates(target, config.generate.batch_size, Path(config.out))
+    steps = plan(target, config, rates)
     _announce(steps)
     for step in steps:
         run_step(step)
@@ -104,8 +108,9 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
     )
     answer_tokens = (config.data.num_prompts or 1000) * config.generate.max_new_tokens
     row_settings = base | _flat(generate=config.generate, answers=config.answers)
-    # Refused now rather than after the rows are made: taps that do not fit the target.
+    # Refused now rather than after the rows are made: taps and trees that do not fit.
     taps = sorted({s for head in config.heads.values() for s in head.taps(target.shape)})
+    refuse_misfits(config.heads, config.trees, target, config.sampling)
     steps = []
     for name, data, tokens in (
         ("rows", config.data, answer_tokens),
@@ -133,7 +138,7 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
                 "capture features",
                 out / "features",
                 rows_settings | {"aux": taps},
-                1.6 * answer_tokens / rates["capture"],
+                _capture_seconds(1.6 * answer_tokens, bytes_per_token(target, taps), rates),
                 lambda: _capture(target, out, taps),
             )
         )
@@ -200,6 +205,11 @@ def _train_step(
     )
 
 
+def _capture_seconds(tokens: float, size: int, rates: dict[str, float]) -> float:
+    """Return seconds to run the target over this many tokens and to write `size` bytes of each."""
+    return tokens * (1 / rates["capture"] + size / rates["write"])
+
+
 def changed_settings(step: Step) -> list[str]:
     """Return the names of the settings in which a finished result differs from what is asked."""
     have = read_json(step.directory / FINISHED)["settings"]
@@ -253,8 +263,10 @@ def _flat(**configs: Any) -> dict[str, Any]:
     return flat
 
 
-def measure_rates(target: Target, batch_size: int) -> dict[str, float]:
-    """Return tokens per second of this machine: plain decoding, batched decoding, capture."""
+def measure_rates(target: Target, batch_size: int, out: Path) -> dict[str, float]:
+    """Return this machine's tokens per second of plain decoding, batched decoding, capture and
+    training, and the bytes per second that the disk of `out` takes.
+    """
 
     def seconds(rows: int, tokens: int) -> float:
         cache = target.new_cache(rows, 256, tokens)
@@ -276,7 +288,19 @@ def measure_rates(target: Target, batch_size: int) -> dict[str, float]:
         "generate": 0.8 * batch_size / seconds(batch_size, 1),
         "capture": 0.8 * capture_rate,
         "train": 3 * capture_rate,
+        "write": _write_rate(out),
     }
+
+
+def _write_rate(directory: Path) -> float:
+    """Return the bytes per second at which 16 MiB reach the disk of a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        start = time.perf_counter()
+        file.write(bytes(2**24))
+        file.flush()
+        os.fsync(file.fileno())
+        return 2**24 / (time.perf_counter() - start)
 
 
 def _announce(steps: list[Step]) -> None:

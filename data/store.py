@@ -97,8 +97,7 @@ def capture(
     shards = {directory / f"{name}-{n:05d}.safetensors": part for n, part in enumerate(parts)}
     missing = {path: part for path, part in shards.items() if not path.exists()}
     tokens = sum(_tokens(part) for part in missing.values())
-    states = 1 + len(taps)
-    size = tokens * (states * target.shape.hidden_size * target.dtype.itemsize + 21)
+    size = tokens * bytes_per_token(target, taps)
     log.info("capture: %d rows, %d tokens, %.2f GB in %s", len(rows), tokens, size / 1e9, directory)
     check_free_space(directory, size, f"capture ({tokens} tokens)")
     directory.mkdir(parents=True, exist_ok=True)
@@ -122,6 +121,12 @@ def capture(
             "seconds": round(time.perf_counter() - started, 1),
         },
     )
+
+
+def bytes_per_token(target: Target, taps: Sequence[int]) -> int:
+    """Return what a store holds for one token: its last and tapped states, and 21 bytes."""
+    states = 1 + len(taps)
+    return states * target.shape.hidden_size * target.dtype.itemsize + 21
 
 
 def _tokens(rows: Sequence[TokenRow]) -> int:

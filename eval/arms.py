@@ -1,9 +1,11 @@
 """Arms of a benchmark: trained heads, each paired with the tree it drafts, ready to decode."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from headstart.eval.engine.drafters.base import Drafter
 from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
@@ -12,10 +14,11 @@ from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.result import LOSSLESS_SCHEMES, DrafterInfo
 from headstart.eval.settings import TreeConfig
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, HeadConfig, build_head
 from headstart.heads.checkpoint import HeadInfo, check_pairing, load_head
 from headstart.heads.parts import TargetParts
 from headstart.heads.target import Target
+from headstart.heads.vocab import DraftVocab
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Arm:
     """Every draft is one chain of a fixed length, unless a limit shortens it."""
     notes: tuple[str, ...] = ()
     """Warnings that its result must carry."""
+    trained_length: int | None = None
+    """Tokens of the longest row that its head was trained on; null where nothing says."""
 
 
 def head_arms(
@@ -61,9 +66,35 @@ def head_arms(
         for tree in trees:
             drafter = head_drafter(head, target.parts, tree, sampling)
             described = _describe(f"{label}-{tree.name}", path, info, tree, drafter)
-            arms.append(Arm(described.name, drafter, described, drafter.shape.is_chain, notes))
+            length = info.trained_on.get("max_length")
+            arms.append(
+                Arm(described.name, drafter, described, drafter.shape.is_chain, notes, length)
+            )
     refuse_repeats([arm.name for arm in arms])
     return arms
+
+
+def refuse_misfits(
+    heads: Mapping[str, HeadConfig],
+    trees: Mapping[str, TreeConfig],
+    target: Target,
+    sampling: SamplingConfig,
+) -> None:
+    """Raise ValueError naming the first head, not yet trained, that cannot draft one of the trees.
+
+    Heads are laid out without memory for their weights, and over any draft vocabulary of the size
+    asked for: which tokens are in it has no say in which trees fit.
+    """
+    for name, config in heads.items():
+        size, seen_V = config.draft_vocab_size, torch.zeros(target.shape.vocab_size).long()
+        vocab = None if size is None else DraftVocab.from_counts(seen_V, size, forced=())
+        with torch.device("meta"):
+            head = build_head(config, target.shape, vocab)
+        for tree_name, tree in trees.items():
+            try:
+                head_drafter(head, target.parts, tree, sampling)
+            except ValueError as error:
+                raise ValueError(f"heads.{name} with trees.{tree_name}: {error}") from error
 
 
 def _other_template(path: Path, info: HeadInfo, template_hash: str) -> str:

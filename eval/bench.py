@@ -19,17 +19,26 @@ from headstart.eval.arms import Arm, head_arms, refuse_repeats
 from headstart.eval.checks import (
     check_identities,
     figures_without,
+    length_warnings,
     looping_prompts,
     sample_warnings,
 )
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter, NoDrafter
+from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.equality import compare_greedy
 from headstart.eval.intervals import bootstrap
 from headstart.eval.leaderboard import print_leaderboard
-from headstart.eval.metrics import FIGURES, PromptSums, figures, figures_by_category, prompt_sums
+from headstart.eval.metrics import (
+    FIGURES,
+    PromptSums,
+    figures,
+    figures_by_category,
+    length_bucket,
+    prompt_sums,
+)
 from headstart.eval.report import write_report
 from headstart.eval.result import (
     Category,
@@ -43,6 +52,7 @@ from headstart.eval.result import (
 )
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite, check_lengths, load_suite
+from headstart.eval.teacher_forced import predicted_tau, prediction_warnings
 from headstart.eval.timing import Runner
 from headstart.heads.target import Target
 
@@ -126,7 +136,7 @@ def benchmark(
     for arm, done in zip(arms, drafted, strict=True):
         result = _result(target, arm, suite, plain, done, config, sampled, provenance)
         rows = [
-            prompt_row(one, other, suite.categories[one.prompt_id])
+            prompt_row(one, other, suite.categories[one.prompt_id], suite.lengths[one.prompt_id])
             for one, other in zip(done, plain, strict=True)
         ]
         outcomes.append((result, rows))
@@ -152,9 +162,16 @@ def _result(
     if config.check_equality and sampled.temperature == 0:
         equality, told = compare_greedy(target, suite.requests, plain, done)
     loops = looping_prompts(done)
+    predicted, drafter = None, arm.drafter
+    if arm.is_chain and isinstance(drafter, HeadDrafter) and sampled.temperature == 0:
+        depth = drafter.shape.max_depth
+        predicted = predicted_tau(target, drafter.head, depth, suite.requests, plain)
     equal = equality is not None and not equality.divergences
     told += check_identities(sums, done, fixed_chain=arm.is_chain, greedy_equal=equal)
     told += sample_warnings(sums, loops)
+    values = figures(sums)
+    told += prediction_warnings(predicted, values["tau_full_rounds"])
+    told += length_warnings(suite.lengths, done, arm.trained_length)
     if suite.dropped:
         told.append(f"suite {suite.name}: {suite.dropped}")
     return Result(
@@ -162,12 +179,14 @@ def _result(
         drafter=arm.info,
         sampling=sampled,
         counts=_counts(sums),
-        figures=figures(sums),
+        figures=values,
         intervals=bootstrap(sums, list(FIGURES), resamples=config.resamples, seed=config.seed),
         resamples=config.resamples,
         repeats=config.repeats,
         equality=equality,
+        tau_predicted=predicted,
         categories=_categories(sums, suite.categories),
+        context_lengths=_context_lengths(sums, suite.lengths),
         loops=loops,
         figures_without_loops=figures_without(sums, loops),
         warnings=[*arm.notes, *told],
@@ -183,6 +202,15 @@ def _categories(sums: Sequence[PromptSums], of: dict[str, str]) -> dict[str, Cat
         name: Category(_counts([s for s in sums if of[s.prompt_id] == name]), values)
         for name, values in figures_by_category(sums, of).items()
     }
+
+
+def _context_lengths(sums: Sequence[PromptSums], of: dict[str, int]) -> dict[str, Category]:
+    """Return the figures by length of the prompt, shortest first; `of` gives tokens by prompt id.
+
+    A prompt belongs to one bucket with all its rounds, so that every figure has its meaning there.
+    """
+    found = _categories(sums, {prompt_id: length_bucket(n) for prompt_id, n in of.items()})
+    return {length_bucket(n): found[length_bucket(n)] for n in sorted(of.values())}
 
 
 def provenance(

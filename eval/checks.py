@@ -170,6 +170,25 @@ def figures_without(
     return figures(kept) if 0 < len(kept) < len(sums) else None
 
 
+def length_warnings(
+    prompt_tokens: Mapping[str, int], completions: Sequence[Completion], trained: int | None
+) -> list[str]:
+    """Return a warning when prompts with their answers grew longer than any row of training.
+
+    `prompt_tokens` are by prompt id, `trained` the longest row in tokens; nothing is known, and
+    nothing said, when it is None.
+    """
+    lengths = [prompt_tokens[c.prompt_id] + len(c.token_ids) for c in completions]
+    beyond = [length for length in lengths if trained is not None and length > trained]
+    if not beyond:
+        return []
+    return [
+        f"{len(beyond)} of {len(lengths)} prompts with their answers reach up to {max(beyond)} "
+        f"tokens, the head was trained on rows of at most {trained}: tau falls beyond, read the "
+        "figures by context length"
+    ]
+
+
 def sample_warnings(sums: Sequence[PromptSums], loops: Mapping[str, float]) -> list[str]:
     """Return what a reader must know before trusting the intervals and tau."""
     found = []

@@ -333,6 +333,12 @@ def figures_by_category(
     return {name: figures([s for s in sums if categories[s.prompt_id] == name]) for name in names}
 
 
+def length_bucket(tokens: int) -> str:
+    """Return the range of lengths that a length of at least 1 falls in: 1-1, 2-2, 3-4, 5-8, ..."""
+    top = 1 << (tokens - 1).bit_length()
+    return f"{top // 2 + 1}-{top}"
+
+
 def expected_tau(alpha_cond_K: Sequence[float]) -> float:
     """Return tokens per round of a chain, 1 + sum over d of prod_{j<=d} alpha_cond[j].
 

@@ -23,7 +23,7 @@ from headstart.eval.leaderboard import (
     with_interval,
 )
 from headstart.eval.metrics import DEFINITIONS
-from headstart.eval.result import Equality, Result
+from headstart.eval.result import Category, Equality, Result
 from headstart.files import atomic_path, write_text
 
 STAGES = (
@@ -66,11 +66,13 @@ def markdown_report(results: Sequence[Result], *, images: Sequence[str] = ()) ->
         *(f"![{Path(image).stem.replace('_', ' ')}]({image})" for image in images),
         "## Acceptance by depth",
         *_acceptance(named),
+        *_predicted(named),
         "## Accepted drafted tokens per round (share of rounds)",
         _histogram(named),
         "## Time by stage",
         _stages(named),
-        *_by_category(named),
+        *_grouped("By category", "category", [(n, r.categories) for n, r in named]),
+        *_grouped("By context length", "prompt tokens", [(n, r.context_lengths) for n, r in named]),
         "## Equality with plain decoding",
         "\n".join(f"- {n}: {_equality(r.equality)}" for n, r in named),
         *_loops(named),
@@ -126,6 +128,18 @@ def _acceptance(named: Sequence[Named]) -> list[str]:
     return sections
 
 
+def _predicted(named: Sequence[Named]) -> list[str]:
+    rows = []
+    for name, result in named:
+        measured = result.figures["tau_full_rounds"]
+        if result.tau_predicted is not None and measured:
+            gap = f"{100 * (result.tau_predicted / measured - 1):+.1f} %"
+            rows.append([name, number(result.tau_predicted), number(measured), gap])
+    text = "Chains, tau of full rounds: predicted by teacher-forced agreement on the target's own "
+    header = ["drafter", "predicted", "measured", "gap"]
+    return [f"{text}answers, and measured:", _table(header, rows)] if rows else []
+
+
 def _histogram(named: Sequence[Named]) -> str:
     width = max(len(r.figures["accept_histogram"]) for _, r in named)
     rows = []
@@ -142,16 +156,19 @@ def _stages(named: Sequence[Named]) -> str:
     return _table(["drafter", *STAGES], rows)
 
 
-def _by_category(named: Sequence[Named]) -> list[str]:
+def _grouped(
+    title: str, column: str, groups: Sequence[tuple[str, dict[str, Category]]]
+) -> list[str]:
+    """Return a section that gives each drafter's prompts apart by what `column` names."""
     rows = [
         [name, label, str(category.counts.prompts), str(category.counts.rounds)]
         + [number(category.figures[figure]) for figure in (TAU, SPEED)]
         + [number(category.figures["tokens_per_s_decode"], 1)]
-        for name, result in named
-        for label, category in result.categories.items()
+        for name, found in groups
+        for label, category in found.items()
     ]
-    header = ["drafter", "category", "prompts", "rounds", "tau", "decode speedup", "tokens/s"]
-    return ["## By category", _table(header, rows)] if rows else []
+    header = ["drafter", column, "prompts", "rounds", "tau", "decode speedup", "tokens/s"]
+    return [f"## {title}", _table(header, rows)] if rows else []
 
 
 def _equality(equality: Equality | None) -> str:

@@ -19,7 +19,7 @@ from headstart.eval.intervals import Interval
 from headstart.eval.metrics import DEFINITIONS, Value
 from headstart.files import read_json, write_json, write_text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LOSSLESS_SCHEMES = ("a", "a1", "b", "c", "c1", "d")
 LOSSY_SCHEMES = ("typical",)
 
@@ -123,7 +123,7 @@ class Equality:
 
 @dataclass
 class Category:
-    """Figures of the prompts of one category."""
+    """Figures of the prompts of one category, or of one range of lengths."""
 
     counts: Counts
     figures: dict[str, Value]
@@ -145,7 +145,11 @@ class Result:
     """Timed repeats of each prompt; times are the median."""
     equality: Equality | None = None
     """Null when sampled: outputs of the arms then differ rightly."""
+    tau_predicted: float | None = None
+    """Tau of full rounds by teacher-forced agreement; of greedy chains only."""
     categories: dict[str, Category] = field(default_factory=dict)
+    context_lengths: dict[str, Category] = field(default_factory=dict)
+    """By tokens of the prompt, chat template included: '33-64' and so on by powers of two."""
     loops: dict[str, float] = field(default_factory=dict)
     """Prompts flagged as looping, with the share of repeated 8-grams."""
     figures_without_loops: dict[str, Value] | None = None
@@ -155,7 +159,9 @@ class Result:
 
     def __post_init__(self) -> None:
         tables = {"figures": self.figures, "figures_without_loops": self.figures_without_loops}
-        tables |= {f"categories.{name}": c.figures for name, c in self.categories.items()}
+        for field_name in ("categories", "context_lengths"):
+            groups = getattr(self, field_name)
+            tables |= {f"{field_name}.{name}": group.figures for name, group in groups.items()}
         for where, table in tables.items():
             if table is not None:
                 _check_names(where, table, set(DEFINITIONS))
@@ -170,6 +176,7 @@ class PromptRow:
 
     prompt_id: str
     category: str | None
+    prompt_tokens: int | None
     stop_reason: str
     turns: int
     token_ids: list[int]
@@ -190,13 +197,17 @@ class PromptRow:
 
 
 def prompt_row(
-    completion: Completion, plain: Completion | None, category: str | None = None
+    completion: Completion,
+    plain: Completion | None,
+    category: str | None = None,
+    prompt_tokens: int | None = None,
 ) -> PromptRow:
     """Lay one prompt out as a row of prompts.jsonl; lists have one entry a round."""
     rounds = completion.rounds
     return PromptRow(
         prompt_id=completion.prompt_id,
         category=category,
+        prompt_tokens=prompt_tokens,
         stop_reason=completion.stop_reason,
         turns=completion.turns,
         token_ids=completion.token_ids,

@@ -35,6 +35,11 @@ class Suite:
     dropped: str = ""
     """One line on what was left out and why; empty when nothing was."""
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Tokens of every prompt, by its id."""
+        return {request.prompt_id: len(request.token_ids) for request in self.requests}
+
 
 def load_suite(config: EvalConfig, template: ChatTemplate) -> Suite:
     """Return the suite of a config, its prompts rendered and tokenised.

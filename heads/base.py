@@ -43,6 +43,9 @@ class HeadConfig:
     """topk_hass, kl_topk_tail: tokens of the target's law that are kept."""
     loss_chunk: int = 1 << 26
     """Logits that the loss holds at once, over all depths; at least those of one position."""
+    init_from: str | None = None
+    """Head checkpoint of the same options whose weights and draft vocabulary training starts from,
+    on whatever rows; null starts afresh. A checkpoint holds null here, and says in trained_on."""
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size is not None and self.draft_vocab_size < 2:
@@ -168,6 +171,15 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def initialise(self, parts: TargetParts) -> None:
         """Set the starting weights, those copied from the target included."""
+
+    def unrolled(self, depth: int) -> "DraftHead":
+        """Return the head as its teacher-forced metrics are taken, `depth` tokens deep or deeper.
+
+        Raises ValueError when it cannot draft so deep.
+        """
+        if self.max_depth is not None and depth > self.max_depth:
+            raise ValueError(f"depth {depth}: this head drafts {self.max_depth} tokens at most")
+        return self
 
     @abstractmethod
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Our own head checkpoint: a directory with config.json (plain fields) and model.safetensors.
 
 Strict in both directions: missing, unexpected, misshapen or non-finite tensors are errors that name
-them, and so are unknown keys. Nothing in a checkpoint is imported, instantiated or unpickled.
+them, and so are unknown keys. Nothing in a checkpoint is imported, instantiated or unpickled. A
+draft vocabulary lies beside the weights as d2t and t2d, and config.json holds its hash.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from headstart.heads.base import DraftHead, build_head, families, family_of
 from headstart.heads.target import AUX_CONVENTION, Target, TargetShape
 from headstart.heads.vocab import DraftVocab
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass
@@ -37,7 +38,7 @@ class HeadInfo:
     step: int = 0
     tokens_seen: int = 0
     trained_on: dict[str, Any] = field(default_factory=dict)
-    """Rows, tokens and hashes of the training data; plain JSON."""
+    """Rows, tokens and hashes of the training data, and the head it started from; plain JSON."""
     headstart_version: str = __version__
 
 
@@ -49,12 +50,14 @@ def save_head(directory: Path, head: DraftHead, info: HeadInfo) -> None:
     tensors = {name: t.detach().cpu().contiguous() for name, t in head.state_dict().items()}
     _refuse_non_finite(directory, tensors)
     if head.vocab is not None:
-        tensors["d2t"] = head.vocab.d2t.cpu()
+        tensors |= {"d2t": head.vocab.d2t.cpu(), "t2d": head.vocab.t2d.cpu()}
     config = {
         "format": "headstart",
         "format_version": FORMAT_VERSION,
         "info": asdict(info),
-        "head": asdict(head.config),
+        # A path means nothing on another machine; where a run started from is in trained_on.
+        "head": asdict(head.config) | {"init_from": None},
+        "draft_vocab": None if head.vocab is None else head.vocab.hash,
         "target_shape": asdict(head.shape),
         "aux_convention": AUX_CONVENTION,
         "aux_features": list(head.aux_features),
@@ -81,7 +84,8 @@ def load_head(directory: Path) -> tuple[DraftHead, HeadInfo]:
         families()[info.family][0], config["head"], f"{directory}/config.json: head"
     )
     tensors = _read_tensors(directory)
-    vocab = _vocab(directory, tensors.pop("d2t", None), head_config.draft_vocab_size, shape)
+    vocab = _vocab(directory, tensors, head_config.draft_vocab_size, shape)
+    _check_vocab_hash(directory, vocab, config["draft_vocab"])
     head = build_head(head_config, shape, vocab)
     if config["aux_convention"] != AUX_CONVENTION or config["aux_features"] != list(
         head.aux_features
@@ -136,6 +140,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         "format_version",
         "info",
         "head",
+        "draft_vocab",
         "target_shape",
         "aux_convention",
         "aux_features",
@@ -192,14 +197,35 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _vocab(
-    directory: Path, d2t: Tensor | None, size: int | None, shape: TargetShape
+    directory: Path, tensors: dict[str, Tensor], size: int | None, shape: TargetShape
 ) -> DraftVocab | None:
-    if size is None and d2t is None:
+    """Take d2t and t2d out of the tensors and read them."""
+    stored = {name: tensors.pop(name, None) for name in ("d2t", "t2d")}
+    want = {"d2t": size, "t2d": None if size is None else shape.vocab_size}
+    for name, tensor in stored.items():
+        length = None if tensor is None else tensor.numel()
+        if length != want[name]:
+            have = f"no {name}" if tensor is None else f"{name} of {length}"
+            raise ValueError(
+                f"{directory}: {have} but draft_vocab_size is {size} of {shape.vocab_size}; "
+                "save the head again"
+            )
+    if size is None:
         return None
-    if size is None or d2t is None or len(d2t) != size:
-        have = "no d2t" if d2t is None else f"d2t of {len(d2t)}"
-        raise ValueError(f"{directory}: {have} but draft_vocab_size is {size}; save the head again")
-    return DraftVocab.from_d2t(d2t, shape.vocab_size)
+    try:
+        return DraftVocab.from_d2t(stored["d2t"], stored["t2d"])
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
+
+
+def _check_vocab_hash(directory: Path, vocab: DraftVocab | None, named: str | None) -> None:
+    have = None if vocab is None else vocab.hash
+    if have != named:
+        raise ValueError(
+            f"{directory}: the draft vocabulary in model.safetensors is {have}, the one that "
+            f"config.json names is {named}; the weights belong to another one, copy both files "
+            "from one checkpoint"
+        )
 
 
 def _check_tensors(directory: Path, have: dict[str, Tensor], want: dict[str, Tensor]) -> None:

@@ -142,8 +142,10 @@ def distill(
     own_WD: Tensor | None = None,
     scale_K: dict[str, Tensor] | None = None,
     metrics: bool = False,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the numerators [K] of each loss of the sum, and metric sums [K] when asked for.
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    """Return the numerators [K] of each loss of the sum and, when asked for, metrics.
+
+    A metric is a sum and its count, each [K].
 
     The student is read out by the target's frozen rows, by own_KWD (one trainable read-out a depth)
     or by own_WD (one for all depths). Gradients are accumulated chunk by chunk: memory grows with
@@ -155,9 +157,10 @@ def distill(
     names = list(loss_terms(task.config))
     own = own_KWD if own_WD is None else own_WD
     scale_SK = None if scale_K is None else torch.stack([scale_K[name] for name in names])
-    sums: dict[str, Tensor] = {}
-    numerators_SK = _Chunked.apply(student_NKD, own, task, scale_SK, metrics, sums)
-    return dict(zip(names, numerators_SK.unbind(), strict=True)), sums
+    seen: list[dict[str, Tensor]] | None = [] if metrics else None
+    numerators_SK = _Chunked.apply(student_NKD, own, task, scale_SK, seen)
+    numerators = dict(zip(names, numerators_SK.unbind(), strict=True))
+    return numerators, {} if seen is None else _metric_sums(seen, task.teacher.selection)
 
 
 class _Chunked(torch.autograd.Function):
@@ -175,8 +178,7 @@ class _Chunked(torch.autograd.Function):
         own: Tensor | None,
         task: Distillation,
         scale_SK: Tensor | None,
-        metrics: bool,
-        sums: dict[str, Tensor],
+        seen: list[dict[str, Tensor]] | None,
     ) -> Tensor:
         N, K = task.teacher.selection.valid_NK.shape
         S = len(loss_terms(task.config))
@@ -201,7 +203,7 @@ class _Chunked(torch.autograd.Function):
             ) -> Sequence[Tensor]:
                 place = slice(first + piece.start, first + piece.stop)
                 numerators_SK = _numerators(
-                    piece_NKW, _law(law[piece], task, place), task, place, metrics, sums
+                    piece_NKW, _law(law[piece], task, place), task, place, seen
                 )
                 total_SK.add_(numerators_SK.detach())
                 if scale_SK is None:
@@ -229,7 +231,7 @@ class _Chunked(torch.autograd.Function):
         if grad_own is not None:
             by_depth = factor_OK[..., None, None] if scale_SK is None else factor_OK[..., None]
             grad_own = _weighed(grad_own, by_depth)
-        return grad_student, grad_own, None, None, None, None
+        return grad_student, grad_own, None, None, None
 
 
 def _weighed(gradients: Tensor, factors: Tensor) -> Tensor:
@@ -251,13 +253,12 @@ def _numerators(
     law: Law,
     task: Distillation,
     part: slice,
-    metrics: bool,
-    sums: dict[str, Tensor],
+    seen: list[dict[str, Tensor]] | None,
 ) -> Tensor:
-    """Return the numerators [S, K] of some positions, in fp32; add to the metric sums."""
+    """Return the numerators [S, K] of some positions, in fp32; note their metrics in `seen`."""
     draft, config = Draft(task.readout.post(logits_NKW).float()), task.config
-    if metrics:
-        _add_metrics(sums, Draft(draft.logits_NKW.detach()), law, task, part)
+    if seen is not None:
+        seen.append(_metrics(Draft(draft.logits_NKW.detach()), law, task, part))
     kinds = loss_functions(eta=config.lk_eta, top_k=config.loss_top_k)
     numerators = [
         (kinds[name](draft, law) * task.teacher.selection.learned(name)[part]).sum(0)
@@ -278,26 +279,57 @@ def _law(logits_NW: Tensor, task: Distillation, part: slice) -> Law:
 
 
 @torch.no_grad()
-def _add_metrics(
-    sums: dict[str, Tensor], draft: Draft, law: Law, task: Distillation, part: slice
-) -> None:
-    """Add top-1 agreement, overlap with p, KL over the draft vocabulary, and what lies outside.
+def _metrics(draft: Draft, law: Law, task: Distillation, part: slice) -> dict[str, Tensor]:
+    """Return top-1 agreement, overlap with p, KL over the draft vocabulary, and what lies outside.
 
-    All are teacher-forced and count every supervised position in full. oov_mass is the target's
-    probability outside, oov_argmax the share of positions whose best token is.
+    All are [N, K] and teacher-forced. oov_mass is the target's probability outside, oov_argmax
+    whether its best token is.
     """
-    valid_NK = task.teacher.selection.valid_NK[part]
     best_NK, argmax_N1 = draft.logits_NKW.argmax(-1), task.teacher.argmax_N[part, None]
     outside_argmax_N1 = torch.zeros_like(argmax_N1)
     if task.vocab is not None:
         vocab = task.vocab.to(best_NK.device)
         best_NK = vocab.ids_W[best_NK]
         outside_argmax_N1 = ~vocab.t2d[argmax_N1]
-    for name, value in (
-        ("top1_agreement", best_NK == argmax_N1),
-        ("alpha_overlap", overlap(draft, law)),
-        ("kl", divergence(draft, law)),
-        ("oov_mass", 1 - law.mass_N1),
-        ("oov_argmax", outside_argmax_N1),
-    ):
-        sums[name] = sums.get(name, 0) + (value.float() * valid_NK).sum(0)
+    values = {
+        "top1_agreement": best_NK == argmax_N1,
+        "alpha_overlap": overlap(draft, law),
+        "kl": divergence(draft, law),
+        "oov_mass": 1 - law.mass_N1,
+        "oov_argmax": outside_argmax_N1,
+    }
+    return {name: value.float().expand(best_NK.shape) for name, value in values.items()}
+
+
+def _metric_sums(
+    seen: list[dict[str, Tensor]], selection: Selection
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sum over chunks; every supervised position counts in full."""
+    if not seen:
+        return {}
+    values = {name: torch.cat([chunk[name] for chunk in seen]) for name in seen[0]}
+    valid_NK = selection.valid_NK
+    count_K = valid_NK.sum(0).float()
+    sums = {name: ((value * valid_NK).sum(0), count_K) for name, value in values.items()}
+    return sums | {"joint_agreement": joint_agreement(values["top1_agreement"] > 0, selection)}
+
+
+def joint_agreement(agree_NK: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+    """Count, by depth [K], the student positions that agree at this and every shallower depth.
+
+    The second is how many have all these depths supervised. Their ratio is the chance that a greedy
+    chain, drafted from a position of the target's own greedy text, is accepted so deep.
+    """
+    row_N, student_NK, valid_NK = selection.row_N, selection.student_NK, selection.valid_NK
+    K = valid_NK.shape[1]
+    if len(row_N) == 0:
+        return agree_NK.float().sum(0), valid_NK.float().sum(0)
+    places = (int(row_N.max()) + 1, int(selection.position_N.max()) + 1, K)
+    supervised_BTK = torch.zeros(places, dtype=torch.bool, device=row_N.device)
+    agree_BTK = supervised_BTK.clone()
+    n, k = valid_NK.nonzero(as_tuple=True)
+    supervised_BTK[row_N[n], student_NK[n, k], k] = True
+    agree_BTK[row_N[n], student_NK[n, k], k] = agree_NK[n, k]
+    counted_BTK = supervised_BTK.long().cumprod(-1)
+    joint_BTK = counted_BTK * agree_BTK.long().cumprod(-1)
+    return joint_BTK.sum((0, 1)).float(), counted_BTK.sum((0, 1)).float()

@@ -82,13 +82,12 @@ def distilled_by_head(
         Teacher.at(batch, picked), head.draft_readout(parts), head.config, head.vocab
     )
     numerators, metrics = distill(student_NKD, task, head.lm_heads_KWD, metrics=not head.training)
-    counts_K = picked.valid_NK.sum(0).float()
-    depth_K = torch.arange(len(counts_K), device=counts_K.device)
+    depth_K = torch.arange(student_NKD.shape[1], device=student_NKD.device)
     decay_K = head.config.depth_decay ** (depth_K + 1.0)
     return LossSums(
         numerators,
         {name: weight * decay_K for name, weight in loss_terms(head.config).items()},
-        {name: (value, counts_K) for name, value in metrics.items()},
+        metrics,
     )
 
 

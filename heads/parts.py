@@ -56,9 +56,11 @@ class ReadOut:
         return ReadOut(self.weight_WD.to(dtype), bias, self.scale, self.softcap)
 
     def rows(self, ids_W: Tensor) -> "ReadOut":
-        """Return the read-out of these vocabulary rows only, as its own contiguous weight."""
+        """Return the read-out of these vocabulary rows only, copied unless they are the first."""
+        first = torch.equal(ids_W, torch.arange(len(ids_W), device=ids_W.device))
+        weight = self.weight_WD[: len(ids_W)] if first else self.weight_WD[ids_W]
         bias = None if self.bias_W is None else self.bias_W[ids_W]
-        rows = ReadOut(self.weight_WD[ids_W].contiguous(), bias, self.scale, self.softcap)
+        rows = ReadOut(weight, bias, self.scale, self.softcap)
         if self.packed_WD is not None:
             rows.pack()
         return rows

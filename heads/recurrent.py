@@ -7,10 +7,11 @@ Shapes: B rows, T tokens, K unrolled steps, F features a position, D width, W dr
 M new pairs or nodes, R rows of a pass, P drafted (pending) nodes, N selected teacher positions.
 """
 
+import copy
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -171,6 +172,12 @@ class RecurrentHead(DraftHead):
             select(batch, self.config.ttt_steps, self.config, self.vocab), self.config
         )
 
+    def unrolled(self, depth: int) -> "RecurrentHead":
+        """Return the head with `depth` steps a training pass, on the same weights."""
+        deeper = copy.copy(self)
+        deeper.config = replace(self.config, ttt_steps=depth)
+        return deeper
+
     def step_weights(self, device: torch.device) -> Tensor:
         """Return the weight [K] of each step."""
         return self.config.step_decay ** torch.arange(self.config.ttt_steps, device=device).float()
@@ -197,10 +204,7 @@ class RecurrentHead(DraftHead):
         numerators, metrics = distill(
             student_NKD, task, own_WD=own, scale_K=scale, metrics=not self.training
         )
-        counted_K = picked.valid_NK.sum(0).float()
-        return LossSums(
-            numerators, weights, {name: (value, counted_K) for name, value in metrics.items()}
-        )
+        return LossSums(numerators, weights, metrics)
 
     # Drafting
 

@@ -115,6 +115,7 @@ class Target:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.parts = TargetParts.of(model, self._embedding_output)
         self.fingerprint = fingerprint(model, tokenizer)
+        self.tokenizer_size = _tokenizer_size(tokenizer, self.shape.vocab_size)
         self.stop_ids = _stop_ids(model, tokenizer)
         self._check_readout()
         _warn_of_penalties(model)
@@ -316,6 +317,13 @@ def _rope(config: Any) -> dict[str, Any]:
     # Models that mix windows keep one set a layer kind; heads attend fully.
     rope = rope.get("full_attention", rope)
     return json.loads(json.dumps(dict(rope), default=str))
+
+
+def _tokenizer_size(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> int:
+    """Return one past the highest id with a token; the model's rows from there on are padding."""
+    if tokenizer is None:
+        return vocab_size
+    return min(vocab_size, max(tokenizer.get_vocab().values()) + 1)
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -30,10 +30,20 @@ CHATML_INSERTS = CHATML.replace(
 
 
 def chat_tokenizer(
-    template: str | None = CHATML, *, merges: tuple[tuple[str, str], ...] = ()
+    template: str | None = CHATML,
+    *,
+    merges: tuple[tuple[str, str], ...] = (),
+    entries: int | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Return the byte-level CHAT tokenizer; `merges` are pairs in the byte-level alphabet."""
+    """Return the byte-level CHAT tokenizer; `merges` are pairs in the byte-level alphabet.
+
+    With `entries`, only as many: the markers, newline, space, and the first of the other bytes.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if entries is not None:
+        newline_space = ["\u010a", "\u0120"]
+        alphabet = [*newline_space, *(c for c in alphabet if c not in newline_space)]
+        alphabet = alphabet[: entries - len(SPECIAL)]
     tokens = [*SPECIAL, *alphabet, *(left + right for left, right in merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))

@@ -32,6 +32,8 @@ GIVEN = {
 """What each command must be given."""
 NEEDED = {"target=hf": ["target.path=somewhere"], "data=jsonl": ["data.path=chats.jsonl"]}
 """What an option needs beside it."""
+EXPERIMENTS = {"train": ["compare"], "pipeline": ["demo", "smoke"]}
+"""An experiment sets options of one command."""
 
 
 def options(group: str) -> list[str]:
@@ -50,8 +52,13 @@ def choices(command_name: str) -> dict[str, str]:
 def every_option() -> Iterator[tuple[str, str]]:
     for name in cli.COMMANDS:
         for group in choices(name):
-            for option in options(group.split("@")[0]):
+            known = options(group.split("@")[0])
+            for option in EXPERIMENTS[name] if group == "experiment" else known:
                 yield name, f"{group}={option}"
+
+
+def test_every_experiment_belongs_to_a_command():
+    assert sorted(sum(EXPERIMENTS.values(), [])) == options("experiment")
 
 
 # What is there composes
@@ -143,8 +150,10 @@ def test_p59_a_mistyped_option_is_named_with_what_is_allowed_and_leaves_nothing(
         (["prepare"], "data.path is not set: give data=jsonl data.path=FILE"),
         (["generate", "target=hf"], r"target\.path is not set: give target\.path=\.\.\."),
         (["train", "rows"], "Error parsing override 'rows'"),
-        (["pipeline", "experiment=dmo"], r"experiment=dmo: .* mean demo\?\); expected one of demo"),
+        (["pipeline", "experiment=dmo"], r"experiment=dmo: .* mean demo\?\); expected one"),
         (["train", "rows=rows", "train.max_steps=1.5"], "could not be converted to Integer"),
+        (["pipeline", "experiment=compare"], "compare: made for another command: it sets"),
+        (["train", "rows=a", "experiment=demo"], "demo: made for another command: it sets"),
         (["pipeline", "data=jsonl", "data.path=a"], "data.split=all: the held-out prompts would"),
         (["pipeline", "heads.medusa.num_heads=0"], "num_heads=0: need at least one"),
         (["generate", "data.split=test"], "data.split=test: expected train, heldout or all"),
@@ -222,6 +231,32 @@ def test_the_jobs_of_a_sweep_do_not_write_over_one_another(tmp_path):
     for job in ("0", "1"):
         assert load_head(tmp_path / "sweep" / job / "head")[1].step == 1
     assert not (tmp_path / "sweep" / "head").exists()
+
+
+def test_a_sweeping_experiment_runs_as_a_sweep_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="experiment=compare: is a sweep over head; run headstart"):
+        command("train", "experiment=compare")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_comparison_trains_every_family_on_the_same_tokens(tmp_path):
+    directory = save_target(tmp_path / "target", layers=8)  # EAGLE-3 taps states 2, 4 and 5
+    tiny = ["data.num_prompts=7", "data.max_length=300", "generate.max_new_tokens=4"]
+    for name, split in (("rows", "train"), ("heldout", "heldout")):
+        command(
+            "generate", *saved(directory), *tiny, f"data.split={split}", f"out={tmp_path}/{name}"
+        )
+    command("capture", *saved(directory), f"rows={tmp_path}/rows", "aux=[2,4,5]")
+    places = [f"rows={tmp_path}/rows", f"heldout_rows={tmp_path}/heldout", f"out={tmp_path}/heads"]
+    fast = [f"features={tmp_path}/rows-features", "train.max_steps=2", "train.eval_prompts=2"]
+    small = ["head.draft_vocab_size=64", "train.eval_new_tokens=8"]
+    command("train", "-m", "experiment=compare", *saved(directory), *places, *fast, *small)
+    seen = {p.name: load_head(p / "head")[1] for p in (tmp_path / "heads").iterdir() if p.is_dir()}
+    assert sorted(seen) == ["eagle", "eagle3", "eagle31", "hydra_heads", "medusa"]
+    assert {info.step for info in seen.values()} == {2}
+    assert len({info.tokens_seen for info in seen.values()}) == 1
+    assert len({info.trained_on["rows_hash"] for info in seen.values()}) == 1
 
 
 # Imports

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import command, save_target, saved
+from training import chat_target, command, save_target, saved
 
-from headstart import cli
+from headstart import cli, pipeline
 from headstart.data.rows import read_rows
 from headstart.data.store import FeatureStore
 from headstart.heads.checkpoint import load_head
@@ -150,3 +150,78 @@ def test_training_online_captures_nothing(tmp_path):
     assert "capture features" not in log
     assert not (tmp_path / "run/features").exists()
     assert load_head(tmp_path / "run/eagle/head")[1].step == 2
+
+
+# What is refused, and estimated, before anything is made.
+
+RATES = {"generate": 100.0, "decode": 10.0, "capture": 1000.0, "train": 500.0, "write": 1e6}
+
+
+def planned(root: Path, *overrides: str) -> list[pipeline.Step]:
+    """Plan the smoke experiment for the tiny chat target; nothing is run."""
+    chosen = ["experiment=smoke", *saved(root / "target"), *TINY, f"out={root}/run", *overrides]
+    return pipeline.plan(chat_target(), cli.load_config("pipeline", chosen), RATES)
+
+
+HYDRA = ("+head@heads.hydra=hydra_heads", "heads.hydra.draft_vocab_size=64")
+EAGLE3 = ("+head@heads.eagle3=eagle3", "heads.eagle3.aux=[1]", "heads.eagle3.draft_vocab_size=64")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["+tree@trees.grown=dynamic16"],
+            "heads.medusa with trees.grown: tree.levels=4: .* needs an autoregressive head",
+        ),
+        (
+            ["trees.chain.depth=9"],
+            "heads.medusa with trees.chain: tree.depth=9 but head.num_heads=4",
+        ),
+        (
+            [*HYDRA, "heads.hydra.num_heads=1", "~heads.medusa"],
+            "heads.hydra with trees.chain: tree.depth=2 but head.num_heads=1",
+        ),
+        (
+            [*EAGLE3, "heads.eagle3.draft_vocab_size=2"],
+            "heads.eagle3 with trees.tree: .* asks for rank 2",
+        ),
+        (["heads.eagle.draft_vocab_size=300"], "head.draft_vocab_size=300: expected more than"),
+        ([*EAGLE3, "heads.eagle3.aux=[2]"], r"head.aux=\[2\] taps \[2\] of a target of 2 layers"),
+    ],
+)
+def test_a_head_that_cannot_draft_a_tree_is_refused_before_any_row_is_made(
+    tmp_path, overrides, message
+):
+    with pytest.raises(ValueError, match=message):
+        planned(tmp_path, *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dynamic_tree_is_planned_for_heads_that_draft_step_by_step(tmp_path):
+    heads = ("~heads.medusa", *EAGLE3, *HYDRA)
+    steps = planned(tmp_path, *heads, "+tree@trees.grown=dynamic16")
+    assert [s.name for s in steps][-4:] == [
+        "train eagle",
+        "train eagle3",
+        "train hydra",
+        "evaluate",
+    ]
+
+
+def test_tapped_states_count_in_the_estimate_of_capture(tmp_path):
+    """7 rows of 6 tokens, 1.6 times for their prompts; a state is 32 numbers of fp32."""
+    seconds = {}
+    for name, heads in {"none": (), "one": EAGLE3}.items():
+        (capture,) = [s for s in planned(tmp_path, *heads) if s.name == "capture features"]
+        seconds[name] = capture.estimate
+    tokens = 1.6 * 7 * 6
+    assert seconds["none"] == pytest.approx(tokens * (1 / 1000 + (128 + 21) / 1e6))
+    assert seconds["one"] == pytest.approx(tokens * (1 / 1000 + (2 * 128 + 21) / 1e6))
+
+
+def test_rates_are_measured_and_leave_nothing_behind(tmp_path):
+    rates = pipeline.measure_rates(chat_target(), 2, tmp_path)
+    assert rates.keys() == RATES.keys()
+    assert all(rate > 0 for rate in rates.values())
+    assert list(tmp_path.iterdir()) == []

@@ -26,16 +26,16 @@ CHAT_VOCAB = 261
 
 
 @cache
-def chat_target() -> Target:
-    """Wrap a random Llama of two layers that speaks CHAT; frozen, so one serves all tests."""
-    model = tiny_model(layers=2, vocab=CHAT_VOCAB, max_position_embeddings=2048)
+def chat_target(layers: int = 2) -> Target:
+    """Wrap a random Llama that speaks CHAT; frozen, so one serves all tests."""
+    model = tiny_model(layers=layers, vocab=CHAT_VOCAB, max_position_embeddings=2048)
     return target_of(model, chat_tokenizer(), name="tiny-chat")
 
 
-def save_target(directory: Path) -> Path:
+def save_target(directory: Path, layers: int = 2) -> Path:
     """Write that target as `target=hf target.path=DIRECTORY` reads it."""
-    chat_target().model.save_pretrained(directory)
-    chat_target().tokenizer.save_pretrained(directory)
+    chat_target(layers).model.save_pretrained(directory)
+    chat_target(layers).tokenizer.save_pretrained(directory)
     return directory
 
 

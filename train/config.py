@@ -47,8 +47,6 @@ class TrainConfig:
     """Optimizer steps between lines of metrics.jsonl."""
     seed: int = 0
     """Seed of initial weights, order of rows and noise."""
-    init_from: str | None = None
-    """Head checkpoint whose weights and draft vocabulary the run starts from."""
 
     def __post_init__(self) -> None:
         _positive(self, "lr", "clip", "batch_rows", "accumulation", "log_every")

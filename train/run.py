@@ -1,10 +1,12 @@
 """`headstart train`: rows -> a head checkpoint, in one screen."""
 
+import copy
 import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -66,8 +68,7 @@ def train(target: Target, config: TrainRun) -> Progress:
     accelerator = make_accelerator(config.train.precision, target.device)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
-    vocab = draft_vocab(rows, config.head.draft_vocab_size, target)
-    head = new_head(config, target, vocab)
+    head, start = new_head(config.head, target, rows)
     if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
         head_drafter(head, target.parts, config.tree, SamplingConfig())
     source = feature_source(target, rows, config, meta.template_hash, head.aux_features)
@@ -82,7 +83,13 @@ def train(target: Target, config: TrainRun) -> Progress:
         len(rows),
         sum(source.lengths),
     )
-    trained_on = {"rows": len(rows), "tokens": sum(source.lengths), "rows_hash": rows_hash(rows)}
+    trained_on = {
+        "rows": len(rows),
+        "tokens": sum(source.lengths),
+        "max_length": max(source.lengths),
+        "rows_hash": rows_hash(rows),
+        "init_from": start,
+    }
 
     def save(trained: DraftHead, progress: Progress) -> None:
         info = info_for(
@@ -140,7 +147,10 @@ def load_rows(directory: str, target: Target) -> tuple[list[TokenRow], RowsMeta]
 
 
 def draft_vocab(rows: list[TokenRow], size: int | None, target: Target) -> DraftVocab | None:
-    """Pick the draft vocabulary from the supervised tokens of the training rows."""
+    """Pick the draft vocabulary from the supervised tokens of the training rows.
+
+    Rows of the model without a token of the tokenizer are never picked, whatever the rows hold.
+    """
     if size is None:
         return None
     counts_V = torch.zeros(target.shape.vocab_size, dtype=torch.int64)
@@ -148,11 +158,13 @@ def draft_vocab(rows: list[TokenRow], size: int | None, target: Target) -> Draft
         ids = torch.tensor(row.token_ids)[torch.tensor(row.loss_mask).bool()]
         counts_V += ids.bincount(minlength=len(counts_V))
     stop_ids = ChatTemplate(target.tokenizer).stop_ids(target.stop_ids)
-    vocab = DraftVocab.from_counts(counts_V, size, forced=stop_ids)
+    vocab = DraftVocab.from_counts(counts_V, size, forced=stop_ids, below=target.tokenizer_size)
     covered = counts_V[vocab.ids_W].sum().item() / max(1, counts_V.sum().item())
-    fillers = int((counts_V[vocab.ids_W] == 0).sum())
+    unseen = vocab.ids_W[counts_V[vocab.ids_W] == 0].tolist()
+    fillers = len(set(unseen) - set(stop_ids))
     log.info(
-        "draft vocabulary: %d of %d tokens cover %.2f %% of the answers (%d fillers)",
+        "draft vocabulary %s: %d of %d tokens cover %.2f %% of the answers (%d fillers)",
+        vocab.hash,
         size,
         len(counts_V),
         100 * covered,
@@ -161,22 +173,51 @@ def draft_vocab(rows: list[TokenRow], size: int | None, target: Target) -> Draft
     return vocab
 
 
-def new_head(config: TrainRun, target: Target, vocab: DraftVocab | None) -> DraftHead:
-    """Make the head, its weights fresh or from `train.init_from` (then with that vocabulary)."""
-    if config.train.init_from is None:
-        head = build_head(config.head, target.shape, vocab)
+def new_head(
+    config: HeadConfig, target: Target, rows: list[TokenRow]
+) -> tuple[DraftHead, dict[str, Any] | None]:
+    """Make the head, and say what it starts from: None for fresh weights and vocabulary.
+
+    A head from `head.init_from` keeps its own draft vocabulary, whatever the rows: its rows mean
+    those tokens. Raises ValueError for a checkpoint of another target or of other options.
+    """
+    wanted = _own_options(config, target)
+    if config.init_from is None:
+        vocab = draft_vocab(rows, wanted.draft_vocab_size, target)
+        head = build_head(wanted, target.shape, vocab)
         head.initialise(target.parts)
-        return head
-    path = Path(config.train.init_from)
+        return head, None
+    path = Path(config.init_from)
     head, info = load_head(path)
     check_pairing(path, info, head, target, force=False)
-    if head.config != config.head:
-        changed = [k for k, v in vars(head.config).items() if getattr(config.head, k, None) != v]
+    if head.config != wanted:
+        changed = [k for k, v in vars(head.config).items() if getattr(wanted, k, None) != v]
         raise ValueError(
-            f"train.init_from={path}: its head differs in {', '.join(changed) or 'family'}; "
+            f"head.init_from={path}: its head differs in {', '.join(changed) or 'family'}; "
             "use the same head options"
         )
-    return head.requires_grad_(True).train()
+    kept = "the whole vocabulary" if head.vocab is None else f"draft vocabulary {head.vocab.hash}"
+    log.info("starting from %s at step %d, with %s", path, info.step, kept)
+    start = {"path": str(path), "step": info.step, "tokens_seen": info.tokens_seen}
+    return head.requires_grad_(True).train(), start
+
+
+def _own_options(config: HeadConfig, target: Target) -> HeadConfig:
+    """Return the options a head is built with: where it starts from is not one of them.
+
+    Where the model has more rows than the tokenizer has tokens, no draft vocabulary means that of
+    the tokenizer: its padding rows are in no answer, and their logits are nobody's choice.
+    """
+    own = copy.copy(config)
+    own.init_from = None
+    if own.draft_vocab_size is None and target.tokenizer_size < target.shape.vocab_size:
+        own.draft_vocab_size = target.tokenizer_size
+        log.info(
+            "the target has %d rows for the tokenizer's %d tokens: the others are never drafted",
+            target.shape.vocab_size,
+            target.tokenizer_size,
+        )
+    return own
 
 
 def feature_source(

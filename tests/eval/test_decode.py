@@ -38,13 +38,21 @@ from headstart.eval.engine.sampling import SamplingConfig, processed_probs, prom
 from headstart.eval.engine.tree import DraftTree, TreeShape
 from headstart.heads.base import DraftHead
 from headstart.heads.cache import KVCache
-from headstart.heads.target import Target
+from headstart.heads.target import Target, pick_features
 from headstart.heads.vocab import DraftVocab
 
 GREEDY = SamplingConfig()
 CHAIN = TreeShape.chain
 TREE = TreeShape.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
 BRANCH = TreeShape.from_choices([[0], [1], [1, 0]])  # P48
+FAMILIES = ("medusa", "eagle", "eagle3", "hydra_heads")
+
+
+def _head(family: str, target: Target, **options: Any) -> DraftHead:
+    """Make a random head; EAGLE-3 taps every state that there is."""
+    if family == "eagle3":
+        options = {"aux": list(range(1, target.shape.num_layers))} | options
+    return make_head(family, target, **options)
 
 
 def _drafter(
@@ -105,6 +113,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa, own rows": {"num_heads": 4, "num_blocks": 2, "readout": "own"},
     "eagle": {},
     "eagle, two layers": {"num_layers": 2},
+    "eagle3": {},
+    "eagle3, two layers": {"num_layers": 2, "fc_norm": True, "feedback": "post_norm"},
+    "hydra_heads": {},
+    "hydra_heads, prefix": {"num_heads": 3, "arch": "prefix-mlp", "readout": "own"},
 }
 
 
@@ -117,6 +129,12 @@ HEADS: dict[str, dict[str, Any]] = {
         ("eagle", CHAIN(4)),
         ("eagle", TREE),
         ("eagle, two layers", TREE),
+        ("eagle3", CHAIN(4)),
+        ("eagle3", TREE),
+        ("eagle3, two layers", TREE),
+        ("hydra_heads", CHAIN(4)),
+        ("hydra_heads", TREE),
+        ("hydra_heads, prefix", TREE),
     ],
 )
 def test_p47_greedy_output_with_any_head_is_the_plain_one(
@@ -127,7 +145,7 @@ def test_p47_greedy_output_with_any_head_is_the_plain_one(
     shape: TreeShape,
 ) -> None:
     """20 prompts of 64 tokens in a batch of 4 with refill, three of them at batch 1 as well."""
-    head = make_head(name.split(",")[0], tiny, **HEADS[name])
+    head = _head(name.split(",")[0], tiny, **HEADS[name])
     drafter = _drafter(tiny, head, shape)
     done = run(tiny, drafter, prompts, batch_size=4)
     assert {c.prompt_id: c.token_ids for c in done.values()} == generated
@@ -146,11 +164,11 @@ def test_a_head_at_its_start_has_drafts_accepted_and_changes_nothing(
     assert tau(done) > 1.1
 
 
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_vocabulary_costs_acceptance_and_never_output(
     tiny: Target, prompts: list[Request], generated: dict[str, list[int]], family: str
 ) -> None:
-    head = make_head(family, tiny, vocab=some_vocab(32))
+    head = _head(family, tiny, vocab=some_vocab(32))
     done = run(tiny, _drafter(tiny, head, TREE), prompts[:8])
     assert all(c.token_ids == generated[c.prompt_id] for c in done.values())
 
@@ -166,8 +184,9 @@ def test_other_architectures_decode_as_transformers_generates(name: str) -> None
     done = run(target, half, prompts)
     assert tokens_of(done) == want
     assert tau(done) > 2.5
-    eagle = _drafter(target, make_head("eagle", target), TREE)
-    assert tokens_of(run(target, eagle, prompts)) == want
+    for family in ("eagle", "eagle3"):
+        drafter = _drafter(target, _head(family, target), TREE)
+        assert tokens_of(run(target, drafter, prompts)) == want
 
 
 def test_p51_a_sliding_window_of_8_rolls_back(tiny: Target) -> None:
@@ -178,8 +197,8 @@ def test_p51_a_sliding_window_of_8_rolls_back(tiny: Target) -> None:
         depths = set(right)
         drafter = scripted(target, prompt, CHAIN(4), lambda path, ok=depths: len(path) in ok)
         assert tokens_of(run(target, drafter, prompt)) == want
-    for family in ("medusa", "eagle"):
-        drafter = _drafter(target, make_head(family, target), CHAIN(4))
+    for family in FAMILIES:
+        drafter = _drafter(target, _head(family, target), CHAIN(4))
         assert tokens_of(run(target, drafter, prompt)) == want
 
 
@@ -190,8 +209,8 @@ def test_p47_bf16_ends_and_reports_where_it_leaves_fp32(
     target = target_of(tiny_model().to(torch.bfloat16))
     prompts = prompts[:10]
     plain = tokens_of(run(target, None, prompts))
-    for family in ("medusa", "eagle"):
-        head = make_head(family, target)
+    for family in FAMILIES:
+        head = _head(family, target)
         drafted = tokens_of(run(target, _drafter(target, head, TREE), prompts))
         assert {k: len(v) for k, v in drafted.items()} == {k: len(v) for k, v in plain.items()}
         first = {
@@ -376,10 +395,10 @@ class Overruled:
         return self.script.propose(root_B, positions_B, keys_B)
 
 
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_p49_a_drafter_after_any_rounds_drafts_as_a_new_one(tiny: Target, family: str) -> None:
     prompts = requests(5, 30)
-    head = make_head(family, tiny)
+    head = _head(family, tiny)
 
     def overruled(script: ScriptedDrafter) -> Overruled:
         return Overruled(_drafter(tiny, head, TREE), script)
@@ -406,13 +425,13 @@ def _with_limits(counts: list[int]) -> list[Request]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(temperature=0.8, seed=3)])
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompts_result_depends_neither_on_the_batch_nor_on_the_order(
     tiny: Target, family: str, children: str, sampling: SamplingConfig
 ) -> None:
     """Answers of 1 to 17 tokens, so that rows finish together, alone, and in prefill."""
     prompts = _with_limits([1, 17, 5, 1, 1, 9, 5, 2, 17, 3, 1])
-    head = make_head(family, tiny, vocab=some_vocab(64))
+    head = _head(family, tiny, vocab=some_vocab(64))
     results = []
     for order, batch_size in ((1, 1), (1, 4), (-1, 4), (1, 11)):
         drafter = _drafter(tiny, head, TREE, sampling, children=children)
@@ -452,7 +471,7 @@ def test_prompts_longer_than_a_prefill_chunk_are_read_whole(
         assert [r.accepted for r in c.rounds] == [r.accepted for r in want[prompt_id].rounds]
 
 
-@pytest.mark.parametrize("family", ["medusa", "eagle", "oracle"])
+@pytest.mark.parametrize("family", [*FAMILIES, "oracle"])
 def test_p50_drafts_get_shorter_near_the_end_of_the_context(family: str) -> None:
     """A maximum of 64, a prompt of 60 and a tree of depth 6; then a shorter prompt beside it."""
     target = target_of(tiny_model(max_position_embeddings=64))
@@ -464,8 +483,8 @@ def test_p50_drafts_get_shorter_near_the_end_of_the_context(family: str) -> None
     if family == "oracle":
         drafter = oracle(target, prompts, 6)
     else:
-        options = {"num_heads": 6} if family == "medusa" else {}
-        drafter = _drafter(target, make_head(family, target, **options), CHAIN(6))
+        options = {} if family.startswith("eagle") else {"num_heads": 6}
+        drafter = _drafter(target, _head(family, target, **options), CHAIN(6))
     for subset in (prompts[:1], prompts):
         done = run(target, drafter, subset, batch_size=2)
         assert len(done["long"].token_ids) == 4  # 60 + 4 = 64
@@ -517,9 +536,9 @@ def test_a_tree_deeper_than_the_head_is_refused(tiny: Target) -> None:
         _drafter(tiny, head, CHAIN(3))
 
 
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(tiny: Target, family: str) -> None:
-    head = make_head(family, tiny, vocab=some_vocab(2))
+    head = _head(family, tiny, vocab=some_vocab(2))
     with pytest.raises(ValueError, match=r"path \[2\] asks for rank 2"):
         _drafter(tiny, head, TREE)
 
@@ -532,14 +551,20 @@ def test_drawn_children_with_a_rank_left_out_are_refused(tiny: Target) -> None:
         _drafter(tiny, head, shape, sampling, children="sampled")
 
 
+DEPTHS = ((CHAIN(1), 1), (CHAIN(4), 4), (TREE, 3))
+
+
 @pytest.mark.parametrize(
     ("family", "shape", "calls"),
-    [("medusa", TREE, 1), ("eagle", CHAIN(1), 1), ("eagle", CHAIN(4), 4), ("eagle", TREE, 3)],
+    [
+        ("medusa", TREE, 1),
+        *((family, shape, depth) for family in FAMILIES[1:] for shape, depth in DEPTHS),
+    ],
 )
 def test_k_drafted_tokens_cost_k_calls_and_not_one_more(
     tiny: Target, family: str, shape: TreeShape, calls: int
 ) -> None:
-    head, made = make_head(family, tiny), []
+    head, made = _head(family, tiny), []
     for name in ("extend", "step"):
         method = getattr(head, name)
         setattr(head, name, lambda *a, m=method, **k: made.append(1) or m(*a, **k))
@@ -554,12 +579,12 @@ def test_k_drafted_tokens_cost_k_calls_and_not_one_more(
 
 
 @pytest.mark.parametrize("shape", [CHAIN(3), TREE], ids=["a1", "b"])
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fixed_children_leave_sampled_output_token_identical(
     tiny: Target, prompts: list[Request], family: str, shape: TreeShape
 ) -> None:
     sampling = SamplingConfig(temperature=0.8, top_k=50, top_p=0.95, seed=11)
-    drafter = _drafter(tiny, make_head(family, tiny), shape, sampling)
+    drafter = _drafter(tiny, _head(family, tiny), shape, sampling)
     assert drafter.scheme == ("a1" if shape.num_nodes == 4 else "b")
     prompts = prompts[:6]
     plain = run(tiny, None, prompts, sampling=sampling)
@@ -627,15 +652,15 @@ def _chi_square_of_answers(done: dict[str, Completion], law_VV: Tensor, prompt: 
     ("shape", "scheme"),
     [(CHAIN(2), "a"), (TreeShape.from_choices([[0], [1], [0, 0], [1, 0], [1, 1]]), "c")],
 )
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_children_leave_the_law_of_the_output_unchanged(
     family: str, shape: TreeShape, scheme: str
 ) -> None:
     """6,000 prompts of two tokens, answers of three, from a head that drafts over 6 of 8 tokens."""
     target = target_of(markov(LAWS.tolist()))
     vocab = DraftVocab(torch.tensor([0, 1, 3, 4, 6, 7]), 8)
-    head = make_head(
-        family, target, vocab=vocab, **({"num_heads": 2} if family == "medusa" else {})
+    head = _head(
+        family, target, vocab=vocab, **({} if family.startswith("eagle") else {"num_heads": 2})
     )
     drafter = _drafter(target, head, shape, PROCESSORS, children="sampled")
     assert drafter.scheme == scheme
@@ -665,12 +690,13 @@ def test_top_ids_order_by_value_and_break_ties_by_the_lowest_id() -> None:
     assert top_ids(torch.zeros(2, 4), 1).tolist() == [[0], [0]]
 
 
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_node_carries_what_the_head_ranks_there_after_the_path_to_it(
     tiny: Target, family: str
 ) -> None:
-    head, text = make_head(family, tiny), torch.tensor([[5, 77, 3, 41, 9]])
-    hidden = tiny.forward(text).hidden_BTD[:, :-1]
+    head, text = _head(family, tiny), torch.tensor([[5, 77, 3, 41, 9]])
+    output = tiny.forward(text, taps=head.aux_features)
+    hidden = pick_features(output.hidden_BTD, output.aux, head.aux_features)[:, :-1]
     drafter = _drafter(tiny, head, TREE)
     drafter.start(1, 32)
     drafter.observe(text[:, 1:], hidden, [4])
@@ -708,13 +734,13 @@ def test_a_drafter_names_its_scheme(
 
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
-@pytest.mark.parametrize("family", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_drafted_tree_is_sound(
     tiny: Target, prompts: list[Request], family: str, children: str
 ) -> None:
     sampling = SamplingConfig(temperature=1.0, top_k=2)  # fewer candidates than the tree asks for
     drafter = _drafter(
-        tiny, make_head(family, tiny, vocab=some_vocab(64)), TREE, sampling, children=children
+        tiny, _head(family, tiny, vocab=some_vocab(64)), TREE, sampling, children=children
     )
     propose = drafter.propose
 

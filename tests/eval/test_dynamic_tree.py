@@ -119,6 +119,37 @@ def test_p45_one_hot_rows_draft_a_chain_with_every_parent_present(dtype: torch.d
     assert tree.tokens_BN.tolist() == [[5, 6, 7, 0]]
 
 
+def test_p45_equal_scores_in_fp16_keep_the_shallower_and_every_parent() -> None:
+    """The golden tree's candidates again, all worth the same in fp16: room for six of ten."""
+    values = torch.full((1, 10), 0.25, dtype=torch.float16).log()
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]])
+    kept, kept_parents = keep_best(values, parents, total=7)
+    assert kept.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert kept_parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2]]
+
+
+def test_p45_a_head_in_fp16_that_knows_nothing_drafts_the_lowest_ids_shallow_first() -> None:
+    target = target_of(markov([[0.25] * 4] * 4).half())
+    drafter = DynamicHeadDrafter(
+        _markov_head(target), target.parts, DynamicShape(top_k=2, levels=3, total=7)
+    )
+    drafter.start(1, 16)
+    drafter.observe(torch.tensor([[0]]), torch.zeros(1, 1, 4, dtype=torch.float16), [1])
+    tree = drafter.propose(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]))
+    tree.check()
+    assert tree.tokens_BN.tolist() == [[0, 0, 1, 0, 1, 0, 1]]
+    assert tree.parents_BN.tolist() == [[-1, 0, 0, 1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("nan")])
+def test_p45_one_nan_among_the_scores_is_an_error(value: float) -> None:
+    values = torch.zeros(2, 10)
+    values[1, 7] = value
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]] * 2)
+    with pytest.raises(RuntimeError, match="not finite: NaN among its values"):
+        keep_best(values, parents, total=7)
+
+
 @pytest.mark.parametrize("total", [3, 8, 60, 300, 511])
 @pytest.mark.parametrize("log_value", [0.0, -1.0, float("-inf")])
 def test_p45_equal_values_go_to_the_shallower_then_the_earlier(
@@ -239,9 +270,17 @@ def plain(tiny: Target, prompts: list[Request]) -> dict[str, list[int]]:
         (SMALL, 6, "eagle", {"num_layers": 2}),
         (PAPER, 6, "eagle", {}),
         (SMALL, 6, "eagle", {"vocab": some_vocab(32)}),
-        (SMALL, 6, "hydra_heads", {"num_heads": 3}),
+        (SMALL, 20, "eagle3", {"aux": [1, 2, 3]}),
+        (PAPER, 6, "eagle3", {"aux": [1, 2, 3], "fc_norm": True, "feedback": "post_norm"}),
+        (SMALL, 6, "eagle3", {"aux": [2], "num_layers": 2, "vocab": some_vocab(32)}),
+        (SMALL, 20, "hydra_heads", {"num_heads": 3}),
+        (SMALL, 6, "hydra_heads", {"num_heads": 3, "arch": "prefix-mlp"}),
     ],
-    ids=["small", "two layers", "paper", "draft vocabulary", "hydra_heads"],
+    ids=[
+        *("small", "two layers", "paper", "draft vocabulary"),
+        *("eagle3", "eagle3.1, paper", "eagle3, draft vocabulary"),
+        *("hydra_heads", "hydra_heads, prefix"),
+    ],
 )
 def test_p47_greedy_output_with_a_dynamic_tree_is_the_plain_one(
     tiny: Target,

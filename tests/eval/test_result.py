@@ -21,7 +21,9 @@ from headstart.eval.result import (
 def result_and_rows():
     sums, done = bench(2, 4, seconds=0.2)
     category = Category(Counts(20, 100, 320), figures(sums))
-    result = make_result("eagle3", sums, done, categories={"code": category})
+    result = make_result(
+        "eagle3", sums, done, categories={"code": category}, context_lengths={"33-64": category}
+    )
     return result, [prompt_row(c, None, "code") for c in done]
 
 
@@ -92,8 +94,8 @@ def test_unknown_key_is_named(tmp_path):
 
 
 def test_other_schema_version_is_named(tmp_path):
-    path = tampered(tmp_path, lambda d: d.update(schema_version=2))
-    with pytest.raises(ValueError, match=r"result\.json: schema_version=2"):
+    path = tampered(tmp_path, lambda d: d.update(schema_version=1))
+    with pytest.raises(ValueError, match=r"result\.json: schema_version=1"):
         read_result(path)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def test_p35_p36_a_fresh_process_drafts_bit_equal_logits(tmp_path: Path, tied: T
         _saved(tmp_path, family, tied, some_vocab())
     tied.parts.save(tmp_path / "parts.safetensors")
     here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(here.parent)}
+    folders = [str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-c", RELOAD, str(tmp_path), str(here)]
     subprocess.run(command, check=True, env=environment)
     there = torch.load(tmp_path / "drafts.pt", weights_only=True)
@@ -125,7 +127,7 @@ def test_p35_a_checkpoint_has_clean_names_and_no_target_tensors(
     path = _saved(tmp_path, family, tiny, some_vocab())
     names = set(load_file(path / "model.safetensors"))
     assert names == {name for name, _ in _head(family, tiny, some_vocab()).named_parameters()} | {
-        "d2t"
+        *("d2t", "t2d")
     }
     assert not any("embed" in name or name.startswith("module") for name in names)
     assert sorted(f.name for f in path.iterdir()) == ["config.json", "model.safetensors"]
@@ -155,6 +157,12 @@ def test_p36_own_read_outs_on_a_tied_target_are_stored_whole(tmp_path: Path, tie
         ("eagle", lambda t: t.update(d2t=t["d2t"][:5].clone()), "d2t of 5 but draft_vocab_size"),
         ("eagle", lambda t: t.update(d2t=-t["d2t"]), "ids must rise strictly inside 0..127"),
         ("eagle", lambda t: t.update(d2t=t["d2t"].float()), "expected a non-empty int64 vector"),
+        ("eagle", lambda t: t.update(d2t=t["d2t"].view(2, 16)), "a non-empty int64 vector"),
+        ("eagle", lambda t: t.pop("t2d"), "no t2d but draft_vocab_size is 32 of 128"),
+        ("eagle", lambda t: t.update(t2d=t["t2d"][:99].clone()), "t2d of 99 but draft_vocab_size"),
+        ("eagle", lambda t: t.update(t2d=t["t2d"].long()), "t2d is torch.int64 of shape .128,.; "),
+        ("eagle", lambda t: t["t2d"][125:126].fill_(False), r"is false \(125\) and .* \(none\)"),
+        ("eagle", lambda t: t["t2d"][7:8].fill_(True), r"is false \(none\) and .* true \(7\)"),
     ],
 )
 def test_p35_a_defect_in_the_tensors_is_an_error_that_names_it(
@@ -187,6 +195,31 @@ def test_d2t_without_a_draft_vocabulary_is_refused(tmp_path: Path, tiny: Target)
         load_head(path)
 
 
+def test_p12_a_draft_vocabulary_of_other_weights_is_refused(tmp_path: Path, tiny: Target) -> None:
+    """d2t and t2d fit each other and the size: only the hash tells."""
+    path, other = _saved(tmp_path, "eagle", tiny, some_vocab()), DraftVocab(torch.arange(32), 128)
+    named = json.loads((path / "config.json").read_text())["draft_vocab"]
+    assert named == some_vocab().hash
+    _edit(path, lambda t: t.update(d2t=other.d2t, t2d=other.t2d))
+    with pytest.raises(ValueError, match=f"safetensors is {other.hash}, .* names is {named}"):
+        load_head(path)
+
+
+def test_a_checkpoint_without_a_draft_vocabulary_names_none(tmp_path: Path, tiny: Target) -> None:
+    path = _saved(tmp_path, "eagle", tiny)
+    assert json.loads((path / "config.json").read_text())["draft_vocab"] is None
+    _edit_config(path, lambda c: c.update(draft_vocab=some_vocab().hash))
+    with pytest.raises(ValueError, match=f"safetensors is None, .* names is {some_vocab().hash}"):
+        load_head(path)
+
+
+def test_where_a_head_started_from_is_not_part_of_it(tmp_path: Path, tiny: Target) -> None:
+    head = make_head("eagle", tiny, init_from="runs/first/head")
+    save_head(tmp_path / "head", head, info_for(head, "tiny", tiny.fingerprint))
+    assert "runs/first" not in (tmp_path / "head" / "config.json").read_text()
+    assert load_head(tmp_path / "head")[0].config.init_from is None
+
+
 def test_a_head_that_is_not_finite_is_not_saved(tmp_path: Path, tiny: Target) -> None:
     head = _head("eagle", tiny)
     head.fc.weight.data[0, 0] = float("inf")
@@ -217,7 +250,7 @@ def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_else(
         (lambda c: c["head"].update(num_layers="two"), "head: Value 'two' of type 'str'"),
         (lambda c: c["head"].update(num_layers=0), "head.num_layers=0: need at least one layer"),
         (lambda c: c["target_shape"].pop("rope"), r"target_shape: .* missing keys \['rope'\]"),
-        (lambda c: c.update(format_version=9), "version 9, expected headstart version 1"),
+        (lambda c: c.update(format_version=9), "version 9, expected headstart version 2"),
         (lambda c: c.update(aux_features=[1, 2]), r"aux features \[1, 2\] .* expected \[\]"),
         (lambda c: c.update(aux_convention="layer outputs"), "convention 'layer outputs' do not"),
     ],
@@ -321,10 +354,45 @@ def test_a_size_that_cannot_be_is_refused(size: int) -> None:
 def test_p11_offsets_are_what_is_stored() -> None:
     vocab = DraftVocab(torch.tensor([0, 3, 7]), 10)
     assert vocab.d2t.tolist() == [0, 2, 5]
-    assert DraftVocab.from_d2t(torch.tensor([0, 2, 5]), 10).ids_W.tolist() == [0, 3, 7]
+    assert DraftVocab.from_d2t(torch.tensor([0, 2, 5]), vocab.t2d).ids_W.tolist() == [0, 3, 7]
     assert vocab.draft_id_V.tolist() == [0, -1, -1, 1, -1, -1, -1, 2, -1, -1]
     with pytest.raises(ValueError, match="is d2t absolute where offsets are expected"):
-        DraftVocab.from_d2t(torch.tensor([0, 3, 8]), 10)
+        DraftVocab.from_d2t(torch.tensor([0, 3, 8]), vocab.t2d)
+
+
+def test_p11_absolute_ids_that_rise_like_offsets_are_refused_by_the_membership() -> None:
+    """They would lead to 0, 4 and 9, all inside the target's ten tokens."""
+    t2d = DraftVocab(torch.tensor([0, 3, 7]), 10).t2d
+    with pytest.raises(ValueError, match=r"t2d is false \(4, 9\) .* true \(3, 7\); is d2t absol"):
+        DraftVocab.from_d2t(torch.tensor([0, 3, 7]), t2d)
+
+
+def test_p13_the_table_of_a_large_vocabulary_takes_less_than_a_second() -> None:
+    """V 151936, W 32000: counted, stored, named and read again."""
+    V, W = 151936, 32000
+    counts = torch.randint(1000, (V,), generator=torch.Generator().manual_seed(0))
+    start = time.perf_counter()
+    vocab = DraftVocab.from_counts(counts, W, forced=[2, 4])
+    read = DraftVocab.from_d2t(vocab.d2t, vocab.t2d)
+    assert read.hash == vocab.hash
+    assert time.perf_counter() - start < 1
+    assert vocab.t2d.sum() == W
+
+
+def test_p13_ids_past_the_tokenizers_are_picked_by_no_count_and_no_force() -> None:
+    counts = torch.arange(128)
+    vocab = DraftVocab.from_counts(counts, 5, forced=[2, 126], below=120)
+    assert vocab.ids_W.tolist() == [2, 116, 117, 118, 119]
+    assert vocab.target_size == 128
+    with pytest.raises(ValueError, match="head.draft_vocab_size=121: .* at most the target's 120"):
+        DraftVocab.from_counts(counts, 121, forced=[2], below=120)
+
+
+def test_the_hash_of_a_draft_vocabulary_is_of_its_ids_and_the_target_size() -> None:
+    same = DraftVocab(torch.tensor([0, 3, 7]), 10).hash
+    assert DraftVocab(torch.tensor([0, 3, 7]), 10).hash == same
+    assert DraftVocab(torch.tensor([0, 3, 8]), 10).hash != same
+    assert DraftVocab(torch.tensor([0, 3, 7]), 11).hash != same
 
 
 def test_probabilities_spread_over_the_target_vocabulary() -> None:

@@ -409,6 +409,9 @@ def test_p37_position_settings_survive_a_reload(tmp_path: Path) -> None:
     target = target_of(tiny_model(rope_parameters=ROPE, max_position_embeddings=4096))
     head = _head(target)
     save_head(tmp_path / "head", head, info_for(head, target.name, target.fingerprint))
+    stored = json.loads((tmp_path / "head" / "config.json").read_text())["target_shape"]
+    assert stored["max_positions"] == 4096
+    assert stored["rope"] == ROPE
     loaded, _ = load_head(tmp_path / "head")
     assert loaded.shape.max_positions == 4096
     assert loaded.shape.rope == head.shape.rope

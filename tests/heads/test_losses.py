@@ -15,7 +15,7 @@ from models import feature_batch, make_head, some_vocab
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.base import HeadConfig, LossSums, loss_scale
+from headstart.heads.base import FeatureBatch, HeadConfig, LossSums, loss_scale
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.loss_kinds import NAMES, Draft, Law, best, loss_functions, parse_loss
 from headstart.heads.losses import (
@@ -23,6 +23,7 @@ from headstart.heads.losses import (
     Selection,
     Teacher,
     distill,
+    joint_agreement,
     loss_terms,
     select,
     token_denominators,
@@ -76,7 +77,7 @@ def of_laws(
     numerators, metrics = distill(student_NW, task, metrics=True)
     weights = loss_terms(config)
     loss = sum(weights[name] * value.item() for name, value in numerators.items())
-    return loss, {name: value.item() for name, value in metrics.items()}
+    return loss, {name: value.item() for name, (value, _) in metrics.items()}
 
 
 # Published numbers.
@@ -769,3 +770,33 @@ def test_p27_divergence_of_bf16_logits_is_taken_in_fp32(dtype: torch.dtype, loss
     gradient = log_q.exp() - p
     error = ((student.grad[0, 0].double() - gradient).norm() / gradient.norm()).item()
     assert error < (1e-4 if dtype == torch.float32 else 2**-8)
+
+
+def test_joint_agreement_counts_positions_that_agree_at_every_depth_so_far() -> None:
+    # Six tokens, answer from 2 on: students 0..3 at depth 0, 0..2 at depth 1.
+    batch = FeatureBatch(
+        tokens_BT=torch.zeros(1, 6, dtype=torch.int64),
+        loss_mask_BT=torch.tensor([[0, 0, 1, 1, 1, 1]]),
+        positions_BT=torch.arange(6)[None],
+        document_BT=torch.zeros(1, 6, dtype=torch.int64),
+        row_ids_B=torch.zeros(1, dtype=torch.int64),
+        hidden_BTD=torch.zeros(1, 6, 4),
+        logsumexp_BT=torch.zeros(1, 6),
+        argmax_BT=torch.zeros(1, 6, dtype=torch.int64),
+    )
+    picked = select(batch, 2, HeadConfig(), None, all_supervised=True)
+    first = {0: True, 1: False, 2: True, 3: True}  # by student position
+    second = {0: True, 1: True, 2: False}
+    agree_NK = torch.zeros(picked.valid_NK.shape, dtype=torch.bool)
+    for n, students in enumerate(picked.student_NK.tolist()):
+        for k, (student, known) in enumerate(zip(students, (first, second), strict=True)):
+            agree_NK[n, k] = bool(picked.valid_NK[n, k]) and known[student]
+    joint_K, count_K = joint_agreement(agree_NK, picked)
+    assert joint_K.tolist() == [3, 1]  # position 1 agrees at depth 1 only
+    assert count_K.tolist() == [4, 3]
+
+
+def test_joint_agreement_of_nothing_is_nothing() -> None:
+    picked = selection(torch.zeros(0, 2, dtype=torch.bool))
+    joint_K, count_K = joint_agreement(torch.zeros(0, 2, dtype=torch.bool), picked)
+    assert joint_K.tolist() == count_K.tolist() == [0, 0]

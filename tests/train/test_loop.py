@@ -29,7 +29,12 @@ from headstart.train.config import TrainConfig
 from headstart.train.loop import Hooks, Progress, heldout_figures, train_head, train_step
 from headstart.train.run import TrainRun, draft_vocab, make_accelerator, train
 
-FAMILIES = {"medusa": {}, "eagle": {"feature_noise": 0.0}}
+FAMILIES = {
+    "medusa": {},
+    "eagle": {"feature_noise": 0.0},
+    "eagle3": {"aux": [1]},
+    "hydra_heads": {},
+}
 NO_HOOKS = Hooks(lambda head: {}, lambda head, progress: None)
 
 
@@ -68,7 +73,7 @@ def trainable(family: str, draft_tokens: int | None = 64) -> DraftHead:
 
 
 def features(rows: Sequence[TokenRow]) -> FeatureBatch:
-    return make_features(chat_target(), rows, range(len(rows)))
+    return make_features(chat_target(), rows, range(len(rows)), taps=[1])
 
 
 class Numbers:
@@ -278,7 +283,7 @@ def test_p32_the_optimizer_holds_the_heads_tensors_and_the_target_is_left_alone(
             made.append(self)
 
     monkeypatch.setattr(torch.optim, "AdamW", Noted)
-    job.head = families()[family][0](draft_vocab_size=64)
+    job.head = families()[family][0](draft_vocab_size=64, **FAMILIES[family])
     before = target_hash(chat_target())
     assert train(chat_target(), job).step == 2
     head, _ = load_head(Path(job.out) / "head")
@@ -295,7 +300,7 @@ def test_p32_a_checkpoint_holds_the_heads_tensors_only(job):
     train(chat_target(), job)
     stored = set(load_file(Path(job.out) / "head" / "model.safetensors"))
     head, _ = load_head(Path(job.out) / "head")
-    assert stored == set(head.state_dict()) | {"d2t"}
+    assert stored == set(head.state_dict()) | {"d2t", "t2d"}
 
 
 def test_a_run_leaves_what_it_was_trained_on_in_its_checkpoint(job):
@@ -374,7 +379,7 @@ def test_p12_a_warm_start_keeps_vocabulary_and_weights(job, tmp_path):
     train(chat_target(), job)
     first, _ = load_head(Path(job.out) / "head")
     job.rows, job.heldout_rows = job.heldout_rows, None
-    job.train.init_from, job.out = str(Path(job.out) / "head"), str(tmp_path / "warm")
+    job.head.init_from, job.out = str(Path(job.out) / "head"), str(tmp_path / "warm")
     job.train.max_steps, job.train.lr = 1, 1e-12
     train(chat_target(), job)
     warm, _ = load_head(Path(job.out) / "head")
@@ -384,9 +389,8 @@ def test_p12_a_warm_start_keeps_vocabulary_and_weights(job, tmp_path):
 
 def test_a_warm_start_with_other_head_options_is_refused_by_name(job):
     train(chat_target(), job)
-    job.train.init_from = str(Path(job.out) / "head")
-    job.out += "-next"
-    job.head = families()["eagle"][0](draft_vocab_size=64, num_layers=2)
+    start, job.out = str(Path(job.out) / "head"), f"{job.out}-next"
+    job.head = families()["eagle"][0](draft_vocab_size=64, num_layers=2, init_from=start)
     with pytest.raises(ValueError, match="its head differs in num_layers"):
         train(chat_target(), job)
 
@@ -485,8 +489,8 @@ def test_steps_and_seconds_both_bound_a_run(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_held_out_figures_are_sums_over_rows_whatever_the_batches(family):
-    source = OnlineFeatures(chat_target(), random_rows(5, seed=2))
     head = trainable(family)
+    source = OnlineFeatures(chat_target(), random_rows(5, seed=2), head.aux_features)
     one, two, five = (heldout_figures(head, source, rows, accelerator()) for rows in (1, 2, 5))
     assert one.keys() == two.keys()
     assert one == pytest.approx(five, rel=1e-5)
