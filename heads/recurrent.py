@@ -4,7 +4,8 @@ Position t takes (embedding of token t+1, feature t) and its output stands for p
 read out as token t+2 and, fed back, is the next feature. Training-time test unrolls that: step s at
 position i reads token i+1+s and its own output of step s-1, and learns from the teacher at i+1+s.
 Shapes: B rows, T tokens, K unrolled steps, F features a position, D width, W draft vocabulary,
-M new pairs or nodes, R rows of a pass, P drafted (pending) nodes, N selected teacher positions.
+M new pairs or nodes (in training: places of a later step), R rows of a pass, P drafted (pending)
+nodes, N selected teacher positions.
 """
 
 import copy
@@ -135,25 +136,47 @@ class RecurrentHead(DraftHead):
     def unroll(self, batch: FeatureBatch, parts: TargetParts, features_BTF: Tensor) -> Tensor:
         """Return the outputs o of every step [B, T, K, D].
 
-        Rows whose token i+1+s lies past the end, or in the next document, hold values that no
-        selection reads.
+        Later steps run only where one of them is supervised; elsewhere they hold zeros, or values
+        that no selection reads.
         """
-        dtype = features_BTF.dtype
-        view, memory, outputs = self._view(batch.document_BT, dtype), Unroll(), []
-        feature_BTD = self.fuse(features_BTF)
-        for step in range(self.config.ttt_steps):
-            embedded_BTD = self._embed_next(batch, parts, step).to(dtype)
-            positions_BT = batch.positions_BT + step
-            outputs.append(self.run(embedded_BTD, feature_BTD, positions_BT, view, memory))
-            feature_BTD = self.feedback(outputs[-1])
+        dtype, memory = features_BTF.dtype, Unroll()
+        embedded_BTD = self._embed_next(batch, parts).to(dtype)
+        view = self._view(batch.document_BT, dtype)
+        first_BTD = self.run(
+            embedded_BTD, self.fuse(features_BTF), batch.positions_BT, view, memory
+        )
+        outputs = [first_BTD]
+        if self.config.ttt_steps > 1:
+            place_BM = self._later_places(batch)
+            view = self._view(batch.document_BT, dtype, place_BM)
+            output_BMD = _at(first_BTD, place_BM)
+        for step in range(1, self.config.ttt_steps):
+            embedded_BMD = _at(self._embed_next(batch, parts, step), place_BM).to(dtype)
+            positions_BM = batch.positions_BT.gather(1, place_BM) + step
+            feature_BMD = self.feedback(output_BMD)
+            output_BMD = self.run(embedded_BMD, feature_BMD, positions_BM, view, memory)
+            outputs.append(_spread(output_BMD, place_BM, first_BTD.shape[1]))
         return torch.stack(outputs, dim=2)
 
-    def _view(self, document_BT: Tensor, dtype: torch.dtype) -> Tensor | BlockMask:
+    def _later_places(self, batch: FeatureBatch) -> Tensor:
+        """Return the positions [B, M] that a later step is supervised at, filled up with others."""
+        picked = select(batch, self.config.ttt_steps, self.config, None, all_supervised=True)
+        needed_BT = torch.zeros_like(batch.tokens_BT)
+        n, k = picked.valid_NK[:, 1:].nonzero(as_tuple=True)
+        needed_BT[picked.row_N[n], picked.student_NK[n, k + 1]] = 1
+        most = max(1, int(needed_BT.sum(1).max()))
+        return needed_BT.sort(dim=1, descending=True, stable=True).indices[:, :most]
+
+    def _view(
+        self, document_BT: Tensor, dtype: torch.dtype, place_BM: Tensor | None = None
+    ) -> Tensor | BlockMask:
+        """Return what queries at all positions, or at some places, see of step 0."""
         if self.config.ttt_attention == "sdpa":
-            return document_mask(document_BT, dtype)
+            mask_B1TT = document_mask(document_BT, dtype)
+            return mask_B1TT if place_BM is None else _rows_of(mask_B1TT, place_BM)
         if document_BT.device.type == "cpu" and torch.is_grad_enabled():
             raise ValueError("head.ttt_attention=flex trains on a GPU only; use sdpa")
-        return document_blocks(document_BT)
+        return document_blocks(document_BT, place_BM)
 
     def _embed_next(self, batch: FeatureBatch, parts: TargetParts, step: int = 0) -> Tensor:
         """Return the embedding of token t+1+step at t; past the row's end, of its last token."""
@@ -268,6 +291,23 @@ def at_students(outputs_BTKD: Tensor, picked: Selection) -> Tensor:
     """Return the outputs [N, K, D] that learn from the selected teacher positions."""
     step_K = torch.arange(outputs_BTKD.shape[2], device=outputs_BTKD.device)
     return outputs_BTKD[picked.row_N[:, None], picked.student_NK, step_K]
+
+
+def _at(states_BTD: Tensor, place_BM: Tensor) -> Tensor:
+    """Return the states [B, M, D] at some places."""
+    return states_BTD.gather(1, place_BM[..., None].expand(-1, -1, states_BTD.shape[2]))
+
+
+def _spread(states_BMD: Tensor, place_BM: Tensor, length: int) -> Tensor:
+    """Return the states at their places in [B, T, D], zeros elsewhere."""
+    B, _, D = states_BMD.shape
+    index_BMD = place_BM[..., None].expand_as(states_BMD)
+    return states_BMD.new_zeros(B, length, D).scatter(1, index_BMD, states_BMD)
+
+
+def _rows_of(mask_B1TT: Tensor, place_BM: Tensor) -> Tensor:
+    """Return the rows [B, 1, M, T] of a mask."""
+    return mask_B1TT.gather(2, place_BM[:, None, :, None].expand(-1, 1, -1, mask_B1TT.shape[3]))
 
 
 def _place(state: RecurrentState, parents_RM: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,9 @@ again, fed what step s-1 put out there. A query of step s at position i sees wha
 started at i has in its cache: the step-0 keys j <= i of its document and, of each later step up to
 s, the key of its own column. So a step costs a causal pass and s products a query, not a square
 over all steps. Keys and queries of step s come rotated to position i + s.
-Shapes: B rows, H query heads, G query heads a key/value head, T positions, S later steps, d head
-width.
+Steps after the first may run at some positions only: then M of T.
+Shapes: B rows, H query heads, G query heads a key/value head, T positions, M positions of a later
+step, S later steps, d head width.
 """
 
 from collections import defaultdict
@@ -44,51 +45,59 @@ class Unroll:
 
 
 def ttt_attention(
-    query_BHTd: Tensor,
+    query_BHMd: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     view: Tensor | BlockMask,
 ) -> Tensor:
-    """Return attention [B, H, T, d] of the newest of len(keys) steps.
+    """Return attention [B, H, M, d] of the newest of len(keys) steps.
 
-    keys[s] and values[s] are those of step s, [B, H/G, T, d]. `view` is what step 0 sees: an
-    additive mask [B, 1, T, T], or a BlockMask for flex attention.
+    keys[s] and values[s] are those of step s: [B, H/G, T, d] of step 0, [B, H/G, M, d] at the
+    queries' own positions of the later ones. `view` is what the queries see of step 0: an additive
+    mask [B, 1, M, T], or a BlockMask for flex attention. M = T in step 0.
     """
     if len(keys) == 1 and isinstance(view, Tensor):
-        return grouped_attention(query_BHTd, keys[0], values[0], view.to(query_BHTd.dtype))
+        return grouped_attention(query_BHMd, keys[0], values[0], view.to(query_BHMd.dtype))
     causal = _causal if isinstance(view, Tensor) else _flex_causal
-    seen_BHTd, log_sum_BHT1 = causal(query_BHTd, keys[0], values[0], view)
+    seen_BHMd, log_sum_BHM1 = causal(query_BHMd, keys[0], values[0], view)
     if len(keys) == 1:
-        return seen_BHTd
-    own_BHTS = torch.stack([_own_score(query_BHTd, key) for key in keys[1:]], dim=-1)
+        return seen_BHMd
+    own_BHMS = torch.stack([_own_score(query_BHMd, key) for key in keys[1:]], dim=-1)
     # The softmax over both parts: each part's own softmax, weighed by its share of the sum.
-    log_total_BHT1 = torch.cat((log_sum_BHT1, own_BHTS), -1).logsumexp(-1, keepdim=True)
-    mixed_BHTd = seen_BHTd * (log_sum_BHT1 - log_total_BHT1).exp()
-    share_BHTS = (own_BHTS - log_total_BHT1).exp()
+    log_total_BHM1 = torch.cat((log_sum_BHM1, own_BHMS), -1).logsumexp(-1, keepdim=True)
+    mixed_BHMd = seen_BHMd * (log_sum_BHM1 - log_total_BHM1).exp()
+    share_BHMS = (own_BHMS - log_total_BHM1).exp()
     for step, value in enumerate(values[1:]):
-        mixed_BHTd = mixed_BHTd + share_BHTS[..., step : step + 1] * _shared(value, query_BHTd)
-    return mixed_BHTd.to(query_BHTd.dtype)
+        mixed_BHMd = mixed_BHMd + share_BHMS[..., step : step + 1] * _shared(value, query_BHMd)
+    return mixed_BHMd.to(query_BHMd.dtype)
 
 
-def document_blocks(document_BT: Tensor) -> BlockMask:
-    """Return the causal BlockMask that keeps packed documents apart, as `document_mask` does."""
+def document_blocks(document_BT: Tensor, place_BM: Tensor | None = None) -> BlockMask:
+    """Return the causal BlockMask that keeps packed documents apart, as `document_mask` does.
+
+    Its queries are all positions, or those at some places.
+    """
     B, T = document_BT.shape
+    if place_BM is None:
+        place_BM = torch.arange(T, device=document_BT.device).expand(B, T)
 
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def sees(b: Tensor, h: Tensor, m: Tensor, j: Tensor) -> Tensor:
+        i = place_BM[b, m]
         return (j <= i) & (document_BT[b, i] == document_BT[b, j])
 
-    return create_block_mask(sees, B, None, T, T, device=document_BT.device)
+    return create_block_mask(sees, B, None, place_BM.shape[1], T, device=document_BT.device)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return step-0 attention and its log-sum [B, H, T, 1], which sdpa does not give."""
-    B, H, T, d = query.shape
+    """Return attention to step 0 and its log-sum [B, H, M, 1], which sdpa does not give."""
+    B, H, M, d = query.shape
     folded = query.reshape(B, key.shape[1], -1, d)  # queries of a group read one key/value head
-    scores_BHTT = (folded @ key.transpose(-1, -2)).float().view(B, H, T, T) * d**-0.5 + mask
-    log_sum_BHT1 = scores_BHTT.logsumexp(-1, keepdim=True)
-    weights = (scores_BHTT - log_sum_BHT1).exp().to(value.dtype)
-    seen = weights.view(*folded.shape[:3], T) @ value
-    return seen.view(B, H, T, value.shape[-1]), log_sum_BHT1
+    scores = (folded @ key.transpose(-1, -2)).float()
+    scores_BHMT = scores.view(B, H, M, key.shape[2]) * d**-0.5 + mask
+    log_sum_BHM1 = scores_BHMT.logsumexp(-1, keepdim=True)
+    weights = (scores_BHMT - log_sum_BHM1).exp().to(value.dtype)
+    seen = weights.view(*folded.shape[:3], -1) @ value
+    return seen.view(B, H, M, value.shape[-1]), log_sum_BHM1
 
 
 def _flex_causal(
@@ -110,12 +119,12 @@ def _flex(compiled: bool) -> Callable[..., tuple[Tensor, AuxRequest]]:
     return torch.compile(flex_attention) if compiled else flex_attention
 
 
-def _own_score(query_BHTd: Tensor, key: Tensor) -> Tensor:
-    """Return the score [B, H, T] of each query with the key of its own column, in fp32."""
-    product = query_BHTd.float() * _shared(key, query_BHTd).float()
-    return product.sum(-1) * query_BHTd.shape[-1] ** -0.5
+def _own_score(query_BHMd: Tensor, key: Tensor) -> Tensor:
+    """Return the score [B, H, M] of each query with the key of its own column, in fp32."""
+    product = query_BHMd.float() * _shared(key, query_BHMd).float()
+    return product.sum(-1) * query_BHMd.shape[-1] ** -0.5
 
 
-def _shared(states: Tensor, query_BHTd: Tensor) -> Tensor:
-    """Repeat key/value heads [B, H/G, T, d] for the query heads that share them."""
-    return states.repeat_interleave(query_BHTd.shape[1] // states.shape[1], dim=1)
+def _shared(states: Tensor, query_BHMd: Tensor) -> Tensor:
+    """Repeat key/value heads [B, H/G, M, d] for the query heads that share them."""
+    return states.repeat_interleave(query_BHMd.shape[1] // states.shape[1], dim=1)

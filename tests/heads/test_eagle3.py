@@ -169,7 +169,8 @@ def test_p24_layers_with_zero_branches_pass_the_fused_feature_on(tiny: Target, l
     features = head._features(batch)
     outputs_BTKD = head.unroll(batch, tiny.parts, features)
     for step in range(3):
-        assert torch.equal(outputs_BTKD[:, :, step], head.fuse(features))
+        run = slice(None) if step == 0 else slice(5)  # later steps have no label from 5 on
+        assert torch.equal(outputs_BTKD[:, run, step], head.fuse(features)[:, run])
     assert head(batch, tiny.parts).total(head.denominators(batch)).isfinite()
 
 

@@ -72,6 +72,11 @@ def _decoded_logits(
     return rows
 
 
+def _run_in_training(want: list[Tensor]) -> list[Tensor]:
+    """Keep later steps where one of them has a label; training runs only the first elsewhere."""
+    return [steps if i < len(want) - 2 else steps[:1] for i, steps in enumerate(want)]
+
+
 # Training sees what decoding sees.
 
 
@@ -85,7 +90,7 @@ def test_p21_every_step_at_every_position_equals_a_forced_decoder(
     have_TKW = _trained_logits(head, batch, tiny)[0]
     want = _decoded_logits(head, batch.tokens_BT[0], head._features(batch)[0], tiny)
     assert [len(steps) for steps in want] == [3, 3, 3, 3, 3, 2, 1]
-    for i, steps in enumerate(want):
+    for i, steps in enumerate(_run_in_training(want)):
         torch.testing.assert_close(have_TKW[i, : len(steps)], steps, rtol=0, atol=1e-5)
 
 
@@ -102,7 +107,7 @@ def test_p21_packed_documents_equal_decoders_that_know_their_own_only(
         for start, end in zip(ends, ends[1:], strict=False):
             part = slice(start, end)
             want = _decoded_logits(head, batch.tokens_BT[row, part], features_BTF[row, part], tiny)
-            for i, steps in enumerate(want):
+            for i, steps in enumerate(_run_in_training(want)):
                 have_KW = have_BTKW[row, start + i, : len(steps)]
                 torch.testing.assert_close(have_KW, steps, rtol=0, atol=1e-5)
 
@@ -114,9 +119,38 @@ def test_p21_the_rotary_position_of_step_s_at_t_is_t_plus_s(tiny: Target) -> Non
         seen.append(positions.tolist()),
         rotary(positions, dtype),
     )[1]
-    batch = _batch(head, tiny, [_row(5, seed=0)], [[1] * 5], documents=[[0, 0, 0, 1, 1]])
+    batch = _batch(head, tiny, [_row(10, seed=0)], [[1] * 10], documents=[[0] * 5 + [1] * 5])
     _trained_logits(head, batch, tiny)
-    assert seen == [[[p + s for p in (0, 1, 2, 0, 1)]] for s in range(3)]
+    # Later steps run at 0 and 1 of each document: from 2 on they would need a label past its end.
+    assert seen == [[[*range(5), *range(5)]], [[1, 2, 1, 2]], [[2, 3, 2, 3]]]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_later_steps_skip_what_is_not_supervised_and_lose_the_same(
+    tiny: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, found, runs = _head(name, tiny, num_layers=2), [], []
+    rows = [_row(12, seed=1), _row(9, seed=2)]
+    masks = [[0] * 8 + [1] * 4, [0] * 3 + [1] * 3 + [0] * 3]
+    batch = _batch(head, tiny, rows, masks)
+    run = head.run
+
+    def counted(embedded_BMD: Tensor, *others: Any) -> Tensor:
+        runs.append(embedded_BMD.shape[1])
+        return run(embedded_BMD, *others)
+
+    monkeypatch.setattr(head, "run", counted)
+    for everywhere in (False, True):
+        if everywhere:
+            monkeypatch.setattr(head, "_later_places", lambda _: torch.arange(12).expand(2, 12))
+        head.zero_grad()
+        loss = head(batch, tiny.parts).total(head.denominators(batch))
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad.clone() for n, p in head.named_parameters()}))
+    assert runs == [12, 5, 5, 12, 12, 12]  # 5: labels 8 to 11 two or three on
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    for parameter, gradient in found[1][1].items():
+        torch.testing.assert_close(found[0][1][parameter], gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_p64_positions_past_256_of_a_bf16_head_do_not_run_together(tiny: Target) -> None:
@@ -228,7 +262,7 @@ def test_p22_step_s_at_t_sees_neither_later_features_nor_ids_after_t_plus_1_plus
         # Step s at i reads features up to i and tokens up to i + 1 + s.
         blind = max(0, t + 1 - step)
         assert unchanged_TK[:blind, step].all()
-        assert not unchanged_TK[blind:, step].any()
+        assert not unchanged_TK[blind:6, step].any()  # from 6 on no later step has a label
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
