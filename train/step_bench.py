@@ -135,9 +135,9 @@ def dense_attend(
     keys, values = self._layers[layer]
     keys.append(key)
     values.append(value)
-    H, T, d = query.shape[1:]
-    own_TT = torch.zeros_like(view[:1]).masked_fill_(~torch.eye(T, dtype=torch.bool), -math.inf)
-    mask = torch.cat((view, *[own_TT.expand_as(view)] * (len(keys) - 1)), dim=-1)
+    B, H, M, d = query.shape
+    own_MM = torch.zeros(M, M).masked_fill_(~torch.eye(M, dtype=torch.bool), -math.inf)
+    mask = torch.cat((view, *[own_MM.expand(B, 1, M, M)] * (len(keys) - 1)), dim=-1)
     every_key, every_value = (
         torch.cat(list(x), dim=2).repeat_interleave(H // key.shape[1], dim=1)
         for x in (keys, values)
