@@ -159,6 +159,7 @@ RATES = {"generate": 100.0, "decode": 10.0, "capture": 1000.0, "train": 500.0, "
 
 def planned(root: Path, *overrides: str) -> list[pipeline.Step]:
     """Plan the smoke experiment for the tiny chat target; nothing is run."""
+    cli.register()
     chosen = ["experiment=smoke", *saved(root / "target"), *TINY, f"out={root}/run", *overrides]
     return pipeline.plan(chat_target(), cli.load_config("pipeline", chosen), RATES)
 
