@@ -15,6 +15,7 @@ from models import feature_batch, make_head, some_vocab
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headstart.heads import chunks
 from headstart.heads.base import FeatureBatch, HeadConfig, LossSums, loss_scale
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.loss_kinds import NAMES, Draft, Law, best, loss_functions, parse_loss
@@ -655,6 +656,30 @@ def test_each_step_is_divided_by_its_own_count_before_it_is_weighted() -> None:
 # Memory and precision.
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_applied_to_a_few_positions_of_a_chunk_at_a_time(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = (Problem(MIXED, "mass", HALF) for _ in range(2))
+    want = whole.loss(kind)
+    wanted = whole.gradients(want, kind)
+    monkeypatch.setattr(chunks, "PIECE_CPU", 1)
+    monkeypatch.setattr(chunks, "READOUT_ROWS", 3)
+    have = parts.loss(kind)
+    torch.testing.assert_close(have, want, rtol=1e-6, atol=0)
+    for a, b in zip(parts.gradients(have, kind), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_the_gradients_of_a_chunked_loss_can_be_taken_once() -> None:
+    """They are handed over rather than copied: a read-out's is as large as the read-out."""
+    problem = Problem("kl", "drop", HALF)
+    loss = problem.loss("own_WD")
+    torch.autograd.grad(loss, problem.own["own_WD"], retain_graph=True)
+    with pytest.raises(AssertionError, match="can be taken once"):
+        loss.backward()
+
+
 class Memory(TorchDispatchMode):
     """Watches every tensor that is made: the largest, and the most alive at once, in bytes."""
 
@@ -682,9 +707,9 @@ class Memory(TorchDispatchMode):
 CHUNK, WIDE = 8, 512
 
 
-def memory(kind: str, N: int, loss: str) -> Memory:
+def memory(kind: str, N: int, loss: str, D: int = 4) -> Memory:
     """Watch a loss and its gradients over N positions of two depths, under autocast."""
-    K, D = 2, 4
+    K = 2
     learned_NK = torch.ones(N, K, dtype=torch.bool)
     zero_N = torch.zeros(N)
     teacher = Teacher(torch.ones(N, D), zero_N, zero_N.long(), selection(learned_NK))
@@ -713,6 +738,13 @@ def test_memory_in_use_grows_with_the_students_gradients_only(kind: str) -> None
     few, many = (memory(kind, N, MIXED).peak for N in (4 * CHUNK, 16 * CHUNK))
     students = 4 * (12 * CHUNK) * 2 * 4
     assert many - few < ((1 if kind == "own_WD" else 3) + 0.5) * students
+
+
+def test_a_read_out_s_gradient_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it, in bf16, a copy of the weight: neither a whole product nor a second gradient."""
+    monkeypatch.setattr(chunks, "READOUT_ROWS", 16)
+    fp32_bytes = 4 * WIDE * 256
+    assert memory("own_WD", 1, "kl", D=256).peak < 1.7 * fp32_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
