@@ -1,7 +1,9 @@
 """Heads overfitted on one answer of the target are accepted there by the real verifier.
 
 Training, drafting, verification and figures in one: a shift between any two of them, a stale cache
-or a wrong position shows as drafts that the target does not confirm.
+or a wrong position shows as drafts that the target does not confirm. Which tokens Hydra heads are
+fed shows less here, for in a single answer the context of a place tells what follows it: that is
+for tests/heads/test_hydra_heads.py.
 """
 
 from collections import Counter
