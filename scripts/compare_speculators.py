@@ -2,13 +2,13 @@
 
 Run it by compare_speculators.sh. Both sides get the same shapes (SmolLM2-135M's), tokens, features
 and starting weights: three steps of training-time test over a draft vocabulary of all tokens, all
-but a short prompt supervised, autocast to bf16 over fp32 weights or fp32 throughout, gradients clipped,
-AdamW, as many threads. Each side takes a step as its own trainer does. speculators' batch is made
-by its own shift and collate functions, and its forward counts accuracies, as it does in every step
-of training; headstart's step is `train_step`. The architecture is speculators' default for EAGLE-3,
-and so is the loss, KL without decay: both must come to the same one, or the run stops. Attention
-and losses of speculators are those it offers where its compiled kernels do not run: sdpa or eager,
-and eager losses.
+but a short prompt supervised, autocast to bf16 over fp32 weights or fp32 throughout, gradients
+clipped, AdamW, as many threads. Each side takes a step as its own trainer does. speculators' batch
+is made by its own shift and collate functions, and its forward counts accuracies, as it does in
+every step of training; headstart's step is `train_step`. The architecture is speculators' default
+for EAGLE-3, and so is the loss, KL without decay: both must come to the same one, or the run stops.
+Attention and losses of speculators are those it offers where its compiled kernels do not run: sdpa
+or eager, and eager losses.
 
 The two sides take turns, every turn a process of its own: one step to warm up, then those timed.
 """
