@@ -128,6 +128,7 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
                     sampling=config.answers,
                     config=config.generate,
                     directory=out / name,
+                    tree=trees[0],
                 ),
             )
         )
