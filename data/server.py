@@ -189,8 +189,9 @@ class ServerBackend:
         if reason == "stop":
             # Left out by the server. vLLM and SGLang tell which it was; where nobody does, it is
             # taken for the end of turn, with which the template closes an answer.
-            told = choice.get("stop_reason", choice.get("matched_stop"))
-            ids = [*ids, told if told in self.stop_ids else self.template.end_of_turn_id]
+            told = [choice.get(name) for name in ("stop_reason", "matched_stop")]
+            known = [token for token in told if token in self.stop_ids]
+            ids = [*ids, *(known or [self.template.end_of_turn_id])[:1]]
         return (ids, reason) if len(ids) <= limit else (ids[:limit], "length")
 
 

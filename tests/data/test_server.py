@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_server import SLOW, ChatServer, serving
 from fixtures_chat import CHATML, IM_END, chat_tokenizer
-from models import target_of, tiny_model
+from models import target_of
 from training import CHAT_VOCAB, chat_target, talking_target
 
 from headstart.data.answering import Answer, Ask, EngineBackend
@@ -109,10 +110,12 @@ def test_rows_from_a_server_are_those_from_our_own_engine(tmp_path, chats, optio
     made = rows_of(tmp_path / "made", chats)
     assert served == made
     assert {row.stop_reason for row in made} == {"stop", "length"}
-    assert any(
-        row.loss_mask.count(1) != sum(row.loss_mask[row.loss_mask.index(1) :]) or True
-        for row in made
-    )
+    assert any(answers_in(row) > 1 for row in made)
+
+
+def answers_in(row: TokenRow) -> int:
+    """Count the runs of supervised tokens."""
+    return sum(b > a for a, b in pairwise([0, *row.loss_mask]))
 
 
 def test_prompts_go_out_as_ids_and_nothing_is_left_to_the_servers_defaults(server):
@@ -160,9 +163,7 @@ def test_waits_grow_and_end(server):
     waits: list[float] = []
     client = HttpClient(server.url, timeout=5, retries=7, wait=waits.append)
     server.faults.extend(["500"] * 8)
-    with pytest.raises(
-        ConnectionError, match="no answer in 8 tries, the last one: status 500: told"
-    ):
+    with pytest.raises(ConnectionError, match="no answer in 8 tries, the last one: status 500"):
         client.post("/v1/completions", {})
     assert waits == [1, 2, 4, 8, 16, 30, 30]
 
@@ -207,9 +208,7 @@ def test_a_finished_set_needs_no_server(tmp_path, chats):
 
 def test_a_server_that_is_not_there_is_named():
     client = HttpClient("http://127.0.0.1:9", timeout=5, retries=1, wait=lambda seconds: None)
-    with pytest.raises(
-        ConnectionError, match="127.0.0.1:9/v1/models: no answer in 2 tries, .*refu"
-    ):
+    with pytest.raises(ConnectionError, match="127.0.0.1:9/v1/models: no answer in 2 tries"):
         client.get("/v1/models")
 
 
@@ -243,17 +242,13 @@ def asks_body() -> dict[str, Any]:
 
 def test_another_model_under_the_targets_name_is_refused():
     with serving(talking_target(seed=1)) as chat:
-        with pytest.raises(
-            ValueError, match="model tiny-talking is not the target tiny-talking: .*nats"
-        ):
+        with pytest.raises(ValueError, match="model tiny-talking is not the target .*nats"):
             backend(chat)
 
 
 def test_a_model_of_another_name_is_refused_with_what_is_served():
     with serving(talking_target(), name="other/model") as chat:
-        with pytest.raises(
-            ValueError, match="serves other/model; the target is tiny-talking; if one"
-        ):
+        with pytest.raises(ValueError, match="serves other/model; the target is tiny-talking"):
             backend(chat)
         assert backend(chat, model="other/model").model == "other/model"
         with pytest.raises(ValueError, match="generate.server.model=mine: .* serves other/model"):
@@ -299,9 +294,7 @@ def test_a_token_outside_the_vocabulary_is_another_model(server):
 def test_what_is_no_openai_server_is_told(server):
     back = backend(server)
     server.reply = lambda body: {"detail": "moved"}
-    with pytest.raises(
-        RuntimeError, match="prompt p0 ended with finish_reason=None; expected stop"
-    ):
+    with pytest.raises(RuntimeError, match="prompt p0 ended with finish_reason=None; "):
         list(back.answers(asks(1)))
 
 
@@ -388,23 +381,17 @@ def test_unusable_answers_are_dropped_counted_and_not_asked_again(tmp_path, chat
 
 
 def test_the_servers_own_context_limits_answers():
-    prompt = len(asks(1)[0].token_ids)
-    with serving(talking_target(), context=max(prompt + 5, 80)) as chat:
+    with serving(talking_target(), context=200) as chat:
         back = backend(chat)
-        long = Ask("long", asks(1)[0].token_ids * 2, 12, 0.0)
-        room = chat.context - len(long.token_ids)
-        if room < 1:
-            (answer,) = back.answers([long])
-            assert "with a prompt that fills the server's context" in answer.unusable
-        else:
-            list(back.answers([long]))
-            assert chat.asked[-1]["max_tokens"] == min(12, room)
+        prompt = (*asks(1)[0].token_ids, *[70] * 200)
+        list(back.answers([Ask("tight", prompt[:197], 12)]))
+        assert chat.asked[-1]["max_tokens"] == 3
+        (answer,) = back.answers([Ask("full", prompt[:200], 12)])
+    assert answer.unusable == "with a prompt that fills the server's context of 200 tokens"
 
 
 def test_random_bytes_are_no_text():
     """A target that emits any byte: most of its answers cannot be told from their text."""
     with serving(chat_target(), gives_ids=False) as chat:
         answers = by_id(backend(chat, chat_target()).answers(asks()))
-    assert any(a.unusable for a in answers.values())
-    whole = target_of(tiny_model(layers=2, vocab=CHAT_VOCAB, max_position_embeddings=2048))
-    assert whole.shape.vocab_size == CHAT_VOCAB
+    assert any(answer.unusable for answer in answers.values())
