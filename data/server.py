@@ -146,7 +146,8 @@ class ServerBackend:
     def _read(self, reply: Any, ask: Ask, limit: int) -> Answer:
         """Turn a reply into what our own engine would have returned."""
         try:
-            choice, reason = reply["choices"][0], reply["choices"][0]["finish_reason"]
+            choice = reply["choices"][0]
+            text, reason = choice["text"], choice["finish_reason"]
         except (KeyError, IndexError, TypeError):
             reason = None
         if reason not in ("stop", "length"):
@@ -155,13 +156,17 @@ class ServerBackend:
                 "expected stop or length; run the same command again, what was finished is kept"
             )
         check_prompt(self.client.url, choice, ask)
-        # vLLM and SGLang call the same thing by two names.
-        ids = choice.get("token_ids", choice.get("response_token_ids"))
+        # vLLM and SGLang call the same things by two names.
+        ids = choice.get("token_ids") or choice.get("response_token_ids")
+        told = choice.get("stop_reason") or choice.get("matched_stop")
+        if isinstance(told, int) and told not in self.stop_ids:
+            reason = f"ended by token {told}, which ends no answer of the target"
+            return Answer(ask.prompt_id, [], "stop", reason)
         if ids is None:
-            ids, unusable = self._encode(choice["text"], reason, reply.get("usage") or {})
+            ids, unusable = self._encode(text, reason, reply.get("usage") or {})
             if unusable:
                 return Answer(ask.prompt_id, [], reason, unusable)
-        ids, reason = self._closed(ids, reason, choice, limit)
+        ids, reason = self._closed(ids, reason, told, limit)
         return Answer(ask.prompt_id, ids, reason, "" if ids else "with an empty answer")
 
     def _encode(self, text: str, reason: str, usage: dict[str, int]) -> tuple[list[int], str]:
@@ -179,19 +184,16 @@ class ServerBackend:
         return ids, ""
 
     def _closed(
-        self, ids: list[int], reason: str, choice: dict[str, Any], limit: int
+        self, ids: list[int], reason: str, told: int | str | None, limit: int
     ) -> tuple[list[int], str]:
         """End an answer with its stop token exactly when the model stopped."""
-        ends = (place for place, token in enumerate(ids) if token in self.stop_ids)
-        first = next(ends, None)
+        first = next((place for place, token in enumerate(ids) if token in self.stop_ids), None)
         if first is not None:
             return ids[: first + 1], "stop"
         if reason == "stop":
-            # Left out by the server. vLLM and SGLang tell which it was; where nobody does, it is
-            # taken for the end of turn, with which the template closes an answer.
-            told = [choice.get(name) for name in ("stop_reason", "matched_stop")]
-            known = [token for token in told if token in self.stop_ids]
-            ids = [*ids, *(known or [self.template.end_of_turn_id])[:1]]
+            # Left out by the server. Where it does not tell which token it was, it is taken for
+            # the end of turn, with which the template closes an answer.
+            ids = [*ids, told if isinstance(told, int) else self.template.end_of_turn_id]
         return (ids, reason) if len(ids) <= limit else (ids[:limit], "length")
 
 

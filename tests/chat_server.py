@@ -18,7 +18,7 @@ from headstart.eval.engine.drafters.base import NoDrafter
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.heads.target import Target
 
-SLOW = 0.4
+SLOW = 2.0
 """Seconds that a slow reply takes."""
 
 

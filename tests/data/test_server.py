@@ -179,12 +179,16 @@ def test_a_refusal_is_not_tried_again(server):
 def test_answers_that_came_before_a_failure_are_handed_out(server):
     back = backend(server, retries=0, in_flight=2)
     server.faults.extend(["", "", "", "500"])
-    answers = back.answers(asks(9))
     had = []
     with pytest.raises(ConnectionError):
-        had.extend(iter(lambda: next(answers), None))
+        collect(back.answers(asks(9)), had)
     assert 3 <= len(had) <= 4
     assert len(server.asked) <= PROBES + 5
+
+
+def collect(answers: Iterator[Answer], had: list[Answer]) -> None:
+    for answer in answers:
+        had.append(answer)
 
 
 def test_a_run_that_lost_its_server_goes_on_where_it_stopped(tmp_path, chats):
@@ -347,6 +351,7 @@ def test_p08_an_answer_ends_with_a_stop_token_exactly_when_the_model_stopped(
         (reply("abc", "length", 4), "another number of tokens than were sampled"),
         (reply("abc", "stop", 5), "another number of tokens than were sampled"),
         (reply("", "length"), "with an empty answer"),
+        (reply("", "stop", token_ids=[9], stop_reason=9), "ended by token 9, which ends no answer"),
     ],
 )
 def test_text_that_cannot_stand_for_the_sampled_tokens_is_unusable(server, made, why):
@@ -365,9 +370,7 @@ def test_unusable_answers_are_dropped_counted_and_not_asked_again(tmp_path, chat
         answered = chat.completion
 
         def odd(body: dict[str, Any]) -> dict[str, Any]:
-            again = any(body["prompt"] == earlier["prompt"] for earlier in chat.asked[:-1])
             bad = len(chat.asked) in (PROBES + 1, PROBES + 2)
-            assert not (bad and again)
             return reply("\ufffd", "length") if bad else answered(body)
 
         chat.reply = odd
