@@ -116,18 +116,17 @@ class _Handler(BaseHTTPRequestHandler):
             fault = chat.faults.popleft() if chat.faults else ""
             chat.under_way += 1
             chat.most_under_way = max(chat.most_under_way, chat.under_way)
-        try:
-            time.sleep(SLOW if fault == "slow" else chat.delay)
-            if fault == "drop":
-                self.close_connection = True
-            elif fault.isdigit():
-                self._send(int(fault), {"error": {"message": f"told to say {fault}"}})
-            else:
-                reply = chat.reply(body) if chat.reply else chat.completion(body)
-                self._send(200, reply, promised=10 if fault == "cut" else 0)
-        finally:
-            with chat.lock:
-                chat.under_way -= 1
+        time.sleep(SLOW if fault == "slow" else chat.delay)
+        answered = not (fault == "drop" or fault.isdigit())
+        reply = (chat.reply or chat.completion)(body) if answered else None
+        with chat.lock:
+            chat.under_way -= 1
+        if fault == "drop":
+            self.close_connection = True
+        elif fault.isdigit():
+            self._send(int(fault), {"error": {"message": f"told to say {fault}"}})
+        else:
+            self._send(200, reply, promised=10 if fault == "cut" else 0)
 
     def _send(self, status: int, value: Any, *, promised: int = 0) -> None:
         content = json.dumps(value).encode()

@@ -62,7 +62,7 @@ def test_both_answers_of_a_conversation_are_supervised_in_one_row():
     assert (row.row_id, row.category, row.stop_reason) == ("a", "talk", "stop")
     assert supervised(row) == "OK<|im_end|>OK<|im_end|>"
     assert asked.ask is None
-    assert summary(asked).endswith("tokens supervised (6 %)")
+    assert summary(asked).endswith("6 of 54 tokens supervised (11 %)")
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_STRIPS])
@@ -159,11 +159,11 @@ def test_a_first_prompt_without_room_drops_the_conversation():
 
 
 def test_a_later_prompt_without_room_keeps_what_was_answered():
-    asked = dialogue(longest=60)
+    asked = dialogue(longest=50)
     say(asked, "OK")
     assert asked.ask is None
     assert supervised(asked.rows()[0]) == "OK<|im_end|>"
-    assert "noted: 1 ended before a turn with a prompt of 60 tokens" in summary(asked)
+    assert "noted: 1 ended before a turn with a prompt of 50 tokens" in summary(asked)
 
 
 def test_an_answer_with_a_marker_in_it_is_not_put_before_a_model():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -57,8 +58,10 @@ def answered(
 
 
 def log_of(directory: Path) -> list[dict[str, Any]]:
-    """Read every answer that a run wrote down."""
-    return [json.loads(line) for line in (directory / "answers.jsonl").read_text().splitlines()]
+    """Read every answer that a run wrote down, a torn last line left out."""
+    path = directory / "answers.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def talks(path: Path, count: int = 12) -> DataConfig:
@@ -99,7 +102,7 @@ def kill_while_generating(arguments: list[str], answers: Path, wanted: int) -> N
 
 
 def test_a_killed_run_is_taken_up_without_loss_or_repeats(target_path, tmp_path):
-    count = 50
+    count = 120
     arguments = [*saved(target_path), *LENGTHS, f"data.num_prompts={count}", f"out={tmp_path}/rows"]
     path = tmp_path / "rows" / "answers.jsonl"
     kill_while_generating(arguments, path, wanted=6)
@@ -116,6 +119,27 @@ def test_a_killed_run_is_taken_up_without_loss_or_repeats(target_path, tmp_path)
     assert len({row.row_id for row in resumed}) == len(resumed) == meta.counts["rows"]
     data = DataConfig(num_prompts=count, max_length=600)
     assert resumed == answered(tmp_path / "straight", data=data)
+
+
+@pytest.mark.slow
+def test_a_run_killed_five_times_at_random_moments_ends_with_the_rows_of_one_that_was_not(tmp_path):
+    target = save_target(tmp_path / "target", target=talking_target())
+    talks(tmp_path / "a.jsonl", count=300)
+    options = ["data.max_length=400", "generate.max_new_tokens=40", "generate.batch_size=4"]
+    given = [f"data.path={tmp_path}/a.jsonl", "generate.temperatures=[0,0.8]", *options]
+    arguments = ["data=jsonl", *saved(target), *given, f"out={tmp_path}/rows"]
+    draws = random.Random(time.time_ns())
+    for _ in range(5):
+        wanted = len(log_of(tmp_path / "rows")) + draws.randint(1, 80)
+        kill_while_generating(arguments, tmp_path / "rows" / "answers.jsonl", wanted)
+    command("generate", *arguments)
+    data = DataConfig(path=f"{tmp_path}/a.jsonl", num_prompts=None, split="all", max_length=400)
+    whole = answered(
+        tmp_path / "whole", target=talking_target(), data=data, new=40, temperatures=[0.0, 0.8]
+    )
+    assert list(read_rows(tmp_path / "rows")[0]) == whole
+    turns = [(line["prompt_id"], line["turn"]) for line in log_of(tmp_path / "rows")]
+    assert len(set(turns)) == len(turns) == len(log_of(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("lost", [1, 7, 300, 2500])

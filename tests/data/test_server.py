@@ -77,13 +77,13 @@ def ours(asked: list[Ask]) -> dict[str, Answer]:
 
 
 def rows_of(
-    directory: Path, path: Path, *, url: str | None = None, **config: Any
+    directory: Path, path: Path, *, url: str | None = None, new: int = 40, **config: Any
 ) -> list[TokenRow]:
     generate(
         talking_target(),
         data=DataConfig(path=str(path), num_prompts=None, split="all", max_length=400),
         sampling=SamplingConfig(),
-        config=GenerateConfig(max_new_tokens=40, server=ServerConfig(url=url), **config),
+        config=GenerateConfig(max_new_tokens=new, server=ServerConfig(url=url), **config),
         directory=directory,
     )
     return list(read_rows(directory)[0])
@@ -106,8 +106,8 @@ def chats(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("options", [{}, {"keeps_stop": False}, {"gives_ids": False}], ids=str)
 def test_rows_from_a_server_are_those_from_our_own_engine(tmp_path, chats, options):
     with serving(talking_target(), **options) as chat:
-        served = rows_of(tmp_path / "served", chats, url=chat.url)
-    made = rows_of(tmp_path / "made", chats)
+        served = rows_of(tmp_path / "served", chats, url=chat.url, new=6)
+    made = rows_of(tmp_path / "made", chats, new=6)
     assert served == made
     assert {row.stop_reason for row in made} == {"stop", "length"}
     assert any(answers_in(row) > 1 for row in made)
@@ -121,7 +121,7 @@ def answers_in(row: TokenRow) -> int:
 def test_prompts_go_out_as_ids_and_nothing_is_left_to_the_servers_defaults(server):
     """vLLM takes what a request leaves open from the model's generation_config.json."""
     asked = asks(1, temperature=0.7)
-    list(backend(server, seed=3, top_p=0.9).answers(asked))
+    list(backend(server, temperature=0.7, seed=3, top_p=0.9).answers(asked))
     body = server.asked[PROBES]
     assert body["prompt"] == list(asked[0].token_ids)
     assert (body["temperature"], body["top_p"], body["top_k"]) == (0.7, 0.9, -1)
