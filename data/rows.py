@@ -46,13 +46,13 @@ class RowsWriter:
             _refuse_other_settings(directory, read_meta(directory), meta)
         write_json(directory / META, asdict(meta))
         self.rows = _whole_lines(directory / ROWS)
+        self.done_ids = {row.row_id for row in self.rows}
         self._file = (directory / ROWS).open("a", encoding="utf-8")
 
     def add(self, row: TokenRow) -> None:
         """Append one row and hand it to the operating system."""
         self._file.write(json.dumps(asdict(row)) + "\n")
         self._file.flush()
-        self.rows.append(row)
 
     def finish(self, summary: str, counts: dict[str, int]) -> None:
         """Mark the rows complete."""

@@ -50,6 +50,7 @@ class TokenRow:
 class Audit:
     """Sums over the conversations that were rendered; every field adds over files and ranks."""
 
+    prompts: None = None
     conversations: int = 0
     rows: int = 0
     tokens: int = 0
@@ -58,6 +59,21 @@ class Audit:
     """Rows that are gone, by reason; a conversation that was never split is one row."""
     noted: Counter[str] = field(default_factory=Counter)
     """Rows kept but cut, and conversations that were split, by reason."""
+
+    def see(self, messages: Sequence[Message], row_id: str) -> None:
+        """Count one conversation, whatever becomes of it."""
+        self.conversations += 1
+
+    def merge(self, other: "Audit") -> None:
+        """Add the account of another worker."""
+        for name in ("conversations", "rows", "tokens", "supervised"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.dropped.update(other.dropped)
+        self.noted.update(other.noted)
+
+    def empty(self) -> "Audit":
+        """Return an audit of nothing: what a worker starts with."""
+        return Audit()
 
     def keep(self, row: TokenRow) -> None:
         self.rows += 1

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations import read_conversations
+from headstart.data.source import read_conversations
 
 
 def write(path: Path, *rows: object) -> Path:
