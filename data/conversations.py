@@ -100,6 +100,8 @@ class Account:
     repaired: Reasons = field(default_factory=Reasons)
     taken: Counter[str] = field(default_factory=Counter)
     """Conversations passed on, by source: the kept ones in the split, within limits."""
+    left_out: list[str] = field(default_factory=list)
+    """Files of a directory that hold no rows, by their names."""
     name_files: bool = False
     """Whether a place is told with its file: rows come from more than one."""
     ended_by: str | None = None
@@ -132,6 +134,10 @@ class Account:
             text += f"; repaired {self.repaired.summary(name_files=self.name_files)}"
         if len(self.taken) > 1:
             text += "; taken " + ", ".join(f"{n} from {name}" for name, n in self.taken.items())
+        if self.left_out:
+            more = ", ..." if len(self.left_out) > PLACES_SHOWN else ""
+            names = ", ".join(self.left_out[:PLACES_SHOWN])
+            text += f"; left out {len(self.left_out)} other files ({names}{more})"
         if self.ended_by is not None:
             text += f"; the weighted mixture ended where {self.ended_by} did"
         return text

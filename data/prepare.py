@@ -9,8 +9,8 @@ import json
 import logging
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +27,12 @@ from headstart.data.source import (
     iter_conversations,
     source_settings,
 )
-from headstart.data.template import Audit, ChatTemplate
+from headstart.data.template import Audit, ChatTemplate, TokenRow
 from headstart.heads.load import TargetConfig, load_target
 
 log = logging.getLogger(__name__)
 NOTES = "row_notes.jsonl"
+RENAMED = "renamed, as an earlier row had their id"
 
 
 @dataclass
@@ -67,12 +68,12 @@ def run(config: PrepareRun) -> None:
         log.info("conversations: %s", account.summary())
         if not audit.rows:
             raise ValueError(f"{config.data.label}: no row is usable: {audit.summary()}")
+        writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
     except KeyboardInterrupt:
         log.warning("interrupted; run the same command again to complete %s", config.out)
         raise
     finally:
         writer.close()
-    writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
     log.info("%s: %s", config.out, audit.summary())
     log.info("peak memory: %s", _peak_memory())
 
@@ -85,16 +86,25 @@ def _write(config: PrepareRun, renderer: Renderer, writer: RowsWriter) -> tuple[
     total, workers = expected_rows(config.data), config.workers or usable_cpus()
     with _notes(writer.directory / NOTES, account) as refuse, _bar(total) as bar:
         conversations = iter_conversations(config.data, need_answers=True, account=account)
-        for part in render_all(conversations, renderer, workers=workers):
-            audit.merge(part.audit)
-            refuse(part.refused)
-            for row in part.rows:
-                # A split conversation's x-1 may be another one's own id.
-                row.row_id = ids.unique(row.row_id, "again")
-                if row.row_id not in done:
-                    writer.add(row)
-            bar.update(account.total - bar.n)
+        # Closed here, so that the processes end before an error is told.
+        with closing(render_all(conversations, renderer, workers=workers)) as parts:
+            for part in parts:
+                audit.merge(part.audit)
+                refuse(part.refused)
+                for row in part.rows:
+                    _name(row, ids, audit)
+                    if row.row_id not in done:
+                        writer.add(row)
+                bar.update(account.total - bar.n)
     return audit, account
+
+
+def _name(row: TokenRow, ids: IdSet, audit: Audit) -> None:
+    """Give a row another id where an earlier one has it: x-1 of a split x may be one's own."""
+    name = ids.unique(row.row_id, "again")
+    if name != row.row_id:
+        audit.noted[RENAMED] += 1
+        row.row_id = name
 
 
 def _bar(total: int | None) -> tqdm:
@@ -102,8 +112,8 @@ def _bar(total: int | None) -> tqdm:
 
 
 @contextmanager
-def _notes(path: Path, account: Account) -> Iterator:
-    """Write every note of the account, and those passed to what is yielded, to a JSON Lines file."""
+def _notes(path: Path, account: Account) -> Iterator[Callable[[list[tuple[str, str]]], None]]:
+    """Write the account's notes, and what is passed to the yielded function, as JSON Lines."""
     with path.open("w", encoding="utf-8") as file:
 
         def write(what: str, place: Place, reason: str) -> None:

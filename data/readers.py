@@ -9,8 +9,8 @@ import gzip
 import hashlib
 import io
 import json
-import logging
 import os
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,6 @@ from pyarrow import parquet
 from headstart.data.conversations import Place
 from headstart.data.schemas import BESIDE, FIELDS, BadRow
 
-log = logging.getLogger(__name__)
 FORMATS = ("auto", "jsonl", "parquet", "dataset")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst")
@@ -45,6 +44,8 @@ class RowFiles:
     """What the user called them, for messages."""
     files: tuple[Path, ...]
     format: str
+    left_out: tuple[str, ...] = ()
+    """Names of files in the directory that are of no known kind."""
 
     def rows(self) -> Iterator[Row]:
         """Yield every row that is not blank. Raises ValueError for a file that is damaged."""
@@ -60,8 +61,7 @@ class RowFiles:
         if any(file.suffix in COMPRESSED for file in self.files):
             return None
         return sum(
-            parquet.read_metadata(file).num_rows if self._is_parquet(file) else _scan(file)[1]
-            for file in self.files
+            _table_rows(file) if self._is_parquet(file) else _scan(file)[1] for file in self.files
         )
 
     def digest(self) -> str:
@@ -181,8 +181,11 @@ def open_rows(
     unused = sorted(name for name, value in given.items() if value)
     unused += ["dataset_split"] if split != "train" else []
     if unused:
-        log.warning("%s=%s: %s has no effect on files", option, path, ", ".join(unused))
-    return RowFiles(path, tuple(_files(path, where, option)), format)
+        warnings.warn(f"{option}={path}: {', '.join(unused)} has no effect on files", stacklevel=2)
+    files, left_out = _files(path, where, option)
+    for file in files:
+        _refuse_array(file, option)
+    return RowFiles(path, tuple(files), format, tuple(left_out))
 
 
 def is_saved_dataset(directory: Path) -> bool:
@@ -199,32 +202,27 @@ def _looks_like_dataset(path: str, where: Path) -> bool:
     return bool(plain) and not owner.startswith(".") and not _kind(Path(name))
 
 
-def _files(path: str, where: Path, option: str) -> list[Path]:
+def _files(path: str, where: Path, option: str) -> tuple[list[Path], list[str]]:
+    """Return the files of a path, in order, and the names of those that are of no known kind."""
     if where.is_file():
-        _refuse_array(where, option)
-        return [where]
+        return [where], []
     if where.is_dir():
         inside = [f for f in sorted(where.rglob("*")) if f.is_file() and not _hidden(f, where)]
-        files = [f for f in inside if _kind(f)]
-        if len(files) < len(inside):
-            others = [f.name for f in inside if not _kind(f)]
-            log.info("%s=%s: left out %d files: %s", option, path, len(others), _first(others))
+        files, left_out = [f for f in inside if _kind(f)], [f.name for f in inside if not _kind(f)]
         if not files:
             raise ValueError(
                 f"{option}={path}: no .jsonl or .parquet file in this directory "
                 f"({len(inside)} others); give a file, or a glob of files"
             )
-    else:
-        files = [Path(f) for f in sorted(glob.glob(str(where), recursive=True))]
-        files = [f for f in files if f.is_file()]
-        if not files:
-            raise FileNotFoundError(
-                f"{option}={path}: no such file; give a file, directory or glob of conversations "
-                "(JSON Lines or Parquet), or the name of a dataset"
-            )
-    for file in files:
-        _refuse_array(file, option)
-    return files
+        return files, left_out
+    files = [Path(f) for f in sorted(glob.glob(str(where), recursive=True))]
+    files = [f for f in files if f.is_file()]
+    if not files:
+        raise FileNotFoundError(
+            f"{option}={path}: no such file; give a file, directory or glob of conversations "
+            "(JSON Lines or Parquet), or the name of a dataset"
+        )
+    return files, []
 
 
 def _hidden(file: Path, root: Path) -> bool:
@@ -236,10 +234,6 @@ def _kind(file: Path) -> str | None:
     plain = file.with_suffix("") if file.suffix in COMPRESSED else file
     known = plain.suffix in JSON_LINES or file.suffix == ".parquet"
     return plain.suffix if known else None
-
-
-def _first(names: list[str], shown: int = 3) -> str:
-    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
 
 
 def _refuse_array(file: Path, option: str) -> None:
@@ -290,17 +284,26 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _table(path: Path) -> Iterator[tuple[int, object]]:
+    with _explained_parquet(path), parquet.ParquetFile(path) as file:
+        columns = _known_columns(file.schema_arrow.names, str(path))
+        batches = file.iter_batches(BATCH, columns=columns, use_threads=False)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from enumerate(rows, start=1)
+
+
+def _table_rows(path: Path) -> int:
+    with _explained_parquet(path):
+        return parquet.read_metadata(path).num_rows
+
+
+@contextmanager
+def _explained_parquet(path: Path) -> Iterator[None]:
     try:
-        with parquet.ParquetFile(path) as file:
-            columns = _known_columns(file.schema_arrow.names, str(path))
-            number = 0
-            for batch in file.iter_batches(BATCH, columns=columns, use_threads=False):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+        yield
     except pyarrow.ArrowException as error:
+        told = " ".join(str(error).split())
         raise ValueError(
-            f"{path}: not a Parquet file that can be read ({error}); fetch or make it again"
+            f"{path}: not a Parquet file that can be read ({told}); fetch or make it again"
         ) from error
 
 
@@ -308,7 +311,7 @@ def _known_columns(names: list[str], label: str) -> list[str]:
     """Return the columns that we read, or raise ValueError when none of them holds turns."""
     if not set(names) & set(FIELDS):
         raise ValueError(
-            f"{label}: has the columns {_first(sorted(names), 8)}; need one of {', '.join(FIELDS)}"
+            f"{label}: has the columns {', '.join(sorted(names)[:8])}; need one of {', '.join(FIELDS)}"
         )
     return [name for name in names if name in (*FIELDS, *BESIDE)]
 

@@ -1,7 +1,7 @@
 """Render conversations into rows, in this process or in several, always in the order they came.
 
 Every worker has a pipe of its own and at most one chunk in hand: it is given the next one only
-after its answer was taken. So nothing can wait for each other, memory stays bounded, and the end of
+after its answer was taken. So no two can wait for each other, memory stays bounded, and the end of
 either side is the end of the pipe to the other: a dead worker is an error, and workers whose parent
 died end by themselves.
 """
@@ -122,13 +122,13 @@ class _Worker:
     def give(self, chunk: list[Conversation]) -> None:
         try:
             self.pipe.send(chunk)
-        except ConnectionError:
+        except OSError:
             raise self._lost() from None
 
     def take(self) -> Rendered:
         try:
             answer = self.pipe.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # OSError: in the middle of an answer
             raise self._lost() from None
         if isinstance(answer, Exception):
             raise answer
@@ -196,7 +196,7 @@ def _serve(pipe: Connection, renderer: Renderer) -> None:
             except Exception as error:  # raised again by the parent
                 answer = error
             pipe.send(answer)
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):
         return
 
 

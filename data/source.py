@@ -4,7 +4,7 @@ Sources are read row by row and in turn, so that a limit on the whole takes even
 weights they are mixed in that proportion, by the seed, until one of them has no more.
 """
 
-import logging
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +18,6 @@ from headstart.data.prompts import generate_prompts, split_of
 from headstart.data.readers import FORMATS, RowDataset, RowFiles, open_rows
 from headstart.data.schemas import BadRow, parse_row
 
-log = logging.getLogger(__name__)
 Rows = RowFiles | RowDataset
 T = TypeVar("T")
 REPEATED = "with a repeated id"
@@ -109,6 +108,7 @@ def iter_conversations(
     ids, streams = IdSet(), []
     for number, (source, rows) in enumerate(opened, start=1):
         prefix = f"{number}-" if len(opened) > 1 else ""
+        account.left_out += getattr(rows, "left_out", ())
         found = _usable(rows, prefix, ids, need_answers, account)
         chosen = (c for c in found if config.split in ("all", split_of(first_user_text(c))))
         streams.append(_counted(islice(chosen, source.limit), rows.label, account))
@@ -312,4 +312,7 @@ def _check_sources(path: str | None, sources: Sequence[SourceConfig]) -> None:
             "or to none"
         )
     if weighted == [True]:
-        log.warning("data.sources[0].weight has no effect: there is no other source to mix with")
+        warnings.warn(
+            "data.sources[0].weight has no effect: there is no other source to mix with",
+            stacklevel=3,
+        )
