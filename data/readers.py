@@ -310,9 +310,8 @@ def _explained_parquet(path: Path) -> Iterator[None]:
 def _known_columns(names: list[str], label: str) -> list[str]:
     """Return the columns that we read, or raise ValueError when none of them holds turns."""
     if not set(names) & set(FIELDS):
-        raise ValueError(
-            f"{label}: has the columns {', '.join(sorted(names)[:8])}; need one of {', '.join(FIELDS)}"
-        )
+        have, need = ", ".join(sorted(names)[:8]), ", ".join(FIELDS)
+        raise ValueError(f"{label}: has the columns {have}; need one of {need}")
     return [name for name in names if name in (*FIELDS, *BESIDE)]
 
 

@@ -123,7 +123,7 @@ def test_tokenised_rows_fall_into_both_splits_by_their_prompts(tmp_path):
     assert len(halves[0] | halves[1]) == 200
 
 
-def test_a_million_ids_and_rows_are_read_in_little_memory(tmp_path):
+def test_reading_keeps_no_row_in_memory(tmp_path):
     path = chats(tmp_path / "a.jsonl", 20_000, id=None)
     with Path(path).open("a") as file:
         file.write("junk\n" * 20_000)
