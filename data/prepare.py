@@ -9,6 +9,7 @@ import json
 import logging
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class PrepareRun:
 
 def run(config: PrepareRun) -> None:
     """Render the conversations and write their rows, with an account of what was dropped."""
+    started = time.monotonic()
     # Read as far as the first usable row: bad data is refused before the target is loaded.
     next(iter_conversations(config.data, need_answers=True, account=Account()))
     target = load_target(config.target)
@@ -75,7 +77,8 @@ def run(config: PrepareRun) -> None:
     finally:
         writer.close()
     log.info("%s: %s", config.out, audit.summary())
-    log.info("peak memory: %s", _peak_memory())
+    minutes = (time.monotonic() - started) / 60
+    log.info("%d rows in %.1f minutes; peak memory %s", account.total, minutes, _peak_memory())
 
 
 def _write(config: PrepareRun, renderer: Renderer, writer: RowsWriter) -> tuple[Audit, Account]:
@@ -130,7 +133,7 @@ def _notes(path: Path, account: Account) -> Iterator[Callable[[list[tuple[str, s
 
 
 def _peak_memory() -> str:
-    """Return this process's largest resident size, and the largest of a worker's."""
+    """Return the largest resident size that this process had, and that any worker had."""
     unit = 1 if sys.platform == "darwin" else 1024
     here, there = (
         resource.getrusage(who).ru_maxrss * unit / 1e6

@@ -4,14 +4,16 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
+from fixtures_chat import CHATML_STRIPS, chat_tokenizer
 from training import CHAT_VOCAB, chat_target, command, save_target, saved
 
 from headstart.data import render
@@ -103,8 +105,7 @@ def test_a_killed_worker_ends_the_run_with_one_sentence(renderer, few_alone):
         next(parts)
     multiprocessing.active_children()[0].kill()
     with pytest.raises(RuntimeError, match=r"process ended by signal 9 \(SIGKILL\); run the same"):
-        for _ in range(10):
-            next(parts)
+        list(islice(parts, 10))
     assert not multiprocessing.active_children()
 
 
@@ -181,13 +182,17 @@ def test_a_row_holds_the_answer_of_its_line(twenty_thousand):
 
 
 def test_a_row_whose_id_an_earlier_one_has_is_renamed_and_counted(target_path, tmp_path):
-    # The token <|im_end|> merges nowhere in CHAT, so the split is made by hand: two ids that meet.
-    with (tmp_path / "a.jsonl").open("w") as file:
-        for name in ("x", "x", "x-line2"):
-            file.write(json.dumps({"id": name, "prompt": "a", "completion": "b"}) + "\n")
-    command(*arguments(target_path, tmp_path / "a.jsonl", tmp_path / "rows"))
-    rows, _ = read_rows(tmp_path / "rows")
-    assert [row.row_id for row in rows] == ["x", "x-line2", "x-line2-line3"]
+    """A template that strips reasoning splits x into x-1 and x-2; x-1 is another row's own id."""
+    shutil.copytree(target_path, tmp_path / "target")
+    chat_tokenizer(CHATML_STRIPS).save_pretrained(tmp_path / "target")
+    turns = [("user", "a"), ("assistant", "<think>b</think>c")] * 2
+    messages = [{"role": role, "content": text} for role, text in turns]
+    rows = [{"id": "x", "messages": messages}, {"id": "x-1", "messages": messages[:2]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command(*arguments(tmp_path / "target", tmp_path / "a.jsonl", tmp_path / "rows"))
+    rows, meta = read_rows(tmp_path / "rows")
+    assert [row.row_id for row in rows] == ["x-1", "x-1-again", "x-2"]
+    assert "1 renamed, as an earlier row had their id" in meta.summary
 
 
 def start(given: list[str]) -> subprocess.Popen:
@@ -223,7 +228,7 @@ def wait_for_end_of_group(group: int) -> None:
 
 
 ROWS = 6000
-BYTES = 1_500_000
+BYTES = 1_300_000
 """About what the rows of these take on disk."""
 
 
