@@ -30,7 +30,9 @@ def as_zst(path: Path, data: bytes = TEXT) -> None:
 
 
 def as_parquet(path: Path, rows: list[dict] = ROWS) -> None:
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=100)
 
 
 WRITERS = {
