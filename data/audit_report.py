@@ -79,7 +79,10 @@ def histogram(counts: Counter[int]) -> dict[str, int]:
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the audit as one Markdown page."""
-    sections = ["# Audit of the rows", *(f"- {line}" for line in short(found).splitlines())]
+    sections = [
+        "# Audit of the rows",
+        *(f"- {_inline(line)}" for line in short(found).splitlines()),
+    ]
     for name, counts in _tables(found).items():
         sections += ["", f"## {name}", "", *_table(counts)]
     bars = _bars(found["row_tokens_histogram"])

@@ -1,14 +1,18 @@
 """Rows from conversations that already have answers: `headstart prepare data.path=chats.jsonl`."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from omegaconf import MISSING
 
-from headstart.data.rows import RowsMeta, RowsWriter
+from headstart.data.audit_prompts import AuditConfig, new_audit
+from headstart.data.audit_report import write_audit
+from headstart.data.rows import RowsMeta, RowsWriter, read_rows
+from headstart.data.show import show_rows
 from headstart.data.source import DataConfig, load_conversations, source_settings
-from headstart.data.template import Audit, ChatTemplate
+from headstart.data.template import ChatTemplate
 from headstart.heads.load import TargetConfig, load_target
 
 log = logging.getLogger(__name__)
@@ -21,7 +25,14 @@ class PrepareRun:
     target: TargetConfig = MISSING
     data: DataConfig = MISSING
     out: str = MISSING
-    """Directory that receives rows.jsonl and meta.json."""
+    """Directory that receives rows.jsonl, meta.json and the audit."""
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    show: int = 0
+    """Rows to print at the end, their supervised tokens coloured."""
+
+    def __post_init__(self) -> None:
+        if self.show < 0:
+            raise ValueError(f"show={self.show}: need a number of rows, or 0")
 
 
 def run(config: PrepareRun) -> None:
@@ -33,7 +44,7 @@ def run(config: PrepareRun) -> None:
     meta = RowsMeta(target.fingerprint, template.hash, source_settings(config.data))
     writer = RowsWriter(Path(config.out), meta)
     done = {row.row_id for row in writer.rows}
-    audit = Audit()
+    audit = new_audit(config.audit, template)
     for conversation in conversations:
         rows = template.rows(
             conversation.messages,
@@ -50,3 +61,5 @@ def run(config: PrepareRun) -> None:
         raise ValueError(f"data.path={config.data.path}: no row is usable: {audit.summary()}")
     writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
     log.info("%s: %s", config.out, audit.summary())
+    log.info("%s", write_audit(writer.directory, audit, target.tokenizer, source=account))
+    show_rows(islice(read_rows(writer.directory)[0], config.show), target.tokenizer)
