@@ -4,15 +4,12 @@ The account keeps counts and the first few places of every reason, never a note 
 file of any length is read in bounded memory; whoever wants every note passes a `listener`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:  # template.py imports this module
-    from headstart.data.template import TokenRow
+from headstart.data.token_row import TokenRow
 
 Message = dict[str, Any]
 """One turn: {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what the

@@ -12,23 +12,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from omegaconf import MISSING
 from tqdm import tqdm
 
+from headstart.data.audit import Audit
+from headstart.data.audit_prompts import AuditConfig, new_audit
+from headstart.data.audit_report import write_audit
 from headstart.data.conversations import Account, Place
 from headstart.data.ids import IdSet
 from headstart.data.render import Renderer, render_all, usable_cpus
-from headstart.data.rows import RowsMeta, RowsWriter
+from headstart.data.rows import RowsMeta, RowsWriter, read_rows
+from headstart.data.show import show_rows
 from headstart.data.source import (
     DataConfig,
     expected_rows,
     iter_conversations,
     source_settings,
 )
-from headstart.data.template import Audit, ChatTemplate, TokenRow
+from headstart.data.template import ChatTemplate
+from headstart.data.token_row import TokenRow
 from headstart.heads.load import TargetConfig, load_target
 
 log = logging.getLogger(__name__)
@@ -44,11 +50,16 @@ class PrepareRun:
     data: DataConfig = MISSING
     workers: int | None = None
     """Processes that render; null means one for each CPU, 1 means no process beside this one."""
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    show: int = 0
+    """Rows to print at the end, their supervised tokens coloured."""
     out: str = MISSING
-    """Directory that receives the rows, meta.json and row_notes.jsonl: what was dropped or
-    repaired, with place and reason, one note a line."""
+    """Directory that receives the rows, meta.json, the audit, and row_notes.jsonl: what was
+    dropped or repaired, with place and reason, one note a line."""
 
     def __post_init__(self) -> None:
+        if self.show < 0:
+            raise ValueError(f"show={self.show}: need a number of rows, or 0")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers={self.workers}: need at least 1, or null")
 
@@ -63,7 +74,9 @@ def run(config: PrepareRun) -> None:
     meta = RowsMeta(target.fingerprint, template.hash, source_settings(config.data))
     vocab_size = target.shape.vocab_size
     del target  # the weights have said who they are; rendering needs the tokenizer alone
-    renderer = Renderer(template, config.data.max_length, vocab_size, Audit())
+    renderer = Renderer(
+        template, config.data.max_length, vocab_size, new_audit(config.audit, template)
+    )
     writer = RowsWriter(Path(config.out), meta)
     try:
         audit, account = _write(config, renderer, writer)
@@ -77,6 +90,9 @@ def run(config: PrepareRun) -> None:
     finally:
         writer.close()
     log.info("%s: %s", config.out, audit.summary())
+    source = account.summary()
+    log.info("%s", write_audit(writer.directory, audit, template.tokenizer, source=source))
+    show_rows(islice(read_rows(writer.directory)[0], config.show), template.tokenizer)
     minutes = (time.monotonic() - started) / 60
     log.info("%d rows in %.1f minutes; peak memory %s", account.total, minutes, _peak_memory())
 

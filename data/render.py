@@ -17,9 +17,11 @@ from itertools import chain, islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+from headstart.data.audit import Audit
 from headstart.data.conversations import Conversation
 from headstart.data.rows import check_rows
-from headstart.data.template import Audit, ChatTemplate, TokenRow, _cut_row
+from headstart.data.template import ChatTemplate, cut_row
+from headstart.data.token_row import TokenRow
 
 CHUNK = 64
 """Conversations rendered at a time."""
@@ -62,7 +64,7 @@ class Renderer:
             )
         check_rows([conversation.tokens], self.vocab_size)
         audit.see((), conversation.prompt_id)
-        row = _cut_row(conversation.tokens, self.max_length, audit)
+        row = cut_row(conversation.tokens, self.max_length, audit)
         return [] if row is None else [row]
 
 

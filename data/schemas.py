@@ -17,7 +17,7 @@ import json
 from typing import Any
 
 from headstart.data.conversations import Conversation, Message
-from headstart.data.template import TokenRow
+from headstart.data.token_row import TokenRow
 
 ROLES = {
     "system": "system",
