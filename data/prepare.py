@@ -21,7 +21,7 @@ class PrepareRun:
     target: TargetConfig = MISSING
     data: DataConfig = MISSING
     out: str = MISSING
-    """Directory that receives rows.jsonl and meta.json."""
+    """Directory that receives rows.arrow and meta.json."""
 
 
 def run(config: PrepareRun) -> None:
