@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_head, seeded, target_of
+from models import DIMENSIONS, make_head, seeded, target_of
 from torch import Tensor
 from training import CHAT_VOCAB, chat_target, random_rows, token_row
 from transformers import JambaConfig, JambaForCausalLM
@@ -175,23 +175,10 @@ def test_many_packed_rows_lose_what_they_lose_padded(tmp_path, family):
 
 
 def test_a_target_whose_state_runs_on_is_refused_online():
-    config = JambaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=1,
-        num_experts_per_tok=1,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        use_mamba_kernels=False,
-        initializer_range=0.2,
-    )
-    model = seeded(0, lambda: JambaForCausalLM._from_config(config, attn_implementation="eager"))
+    config = JambaConfig(**DIMENSIONS | {"num_experts": 1, "num_experts_per_tok": 1, "pad_token_id": 0})
+    target = target_of(seeded(0, lambda: JambaForCausalLM(config)))
     with pytest.raises(ValueError, match="train.pack_tokens: tiny does not keep packed rows apart"):
-        PackedFeatures(OnlineFeatures(target_of(model), [A]), 20)
+        PackedFeatures(OnlineFeatures(target, [A]), 20)
 
 
 # Where rows go

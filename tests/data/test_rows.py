@@ -195,7 +195,7 @@ def test_a_directory_without_rows_is_named(tmp_path):
 )
 def test_rows_of_other_settings_are_refused_by_the_field_that_differs(tmp_path, change, message):
     written(tmp_path, ROWS, finish=False)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"holds rows {META.key} made with .*{message}"):
         RowsWriter(tmp_path, replace(META, **change))
     assert read_meta(tmp_path).settings == META.settings
 
