@@ -50,7 +50,7 @@ class GenerateRun:
     sampling: SamplingConfig = MISSING
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     out: str = MISSING
-    """Directory that receives rows.jsonl and meta.json."""
+    """Directory that receives rows.arrow and meta.json."""
 
 
 def run(config: GenerateRun) -> None:

@@ -72,15 +72,12 @@ def run(config: PrepareRun) -> None:
     target = load_target(config.target)
     template = ChatTemplate(target.tokenizer)
     meta = RowsMeta(target.fingerprint, template.hash, source_settings(config.data))
-    vocab_size = target.shape.vocab_size
+    audit = new_audit(config.audit, template)
+    renderer = Renderer(template, config.data.max_length, target.shape.vocab_size, audit.empty())
     del target  # the weights have said who they are; rendering needs the tokenizer alone
-    renderer = Renderer(
-        template, config.data.max_length, vocab_size, new_audit(config.audit, template)
-    )
-    writer = RowsWriter(Path(config.out), meta)
+    account, writer = Account(), RowsWriter(Path(config.out), meta)
     try:
-        audit, account = _write(config, renderer, writer)
-        log.info("conversations: %s", account.summary())
+        _write(config, renderer, writer, audit, account)
         if not audit.rows:
             raise ValueError(f"{config.data.label}: no row is usable: {audit.summary()}")
         writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
@@ -89,17 +86,20 @@ def run(config: PrepareRun) -> None:
         raise
     finally:
         writer.close()
-    log.info("%s: %s", config.out, audit.summary())
     source = account.summary()
+    log.info("conversations: %s", source)
+    log.info("%s: %s", config.out, audit.summary())
     log.info("%s", write_audit(writer.directory, audit, template.tokenizer, source=source))
     show_rows(islice(read_rows(writer.directory)[0], config.show), template.tokenizer)
     minutes = (time.monotonic() - started) / 60
     log.info("%d rows in %.1f minutes; peak memory %s", account.total, minutes, _peak_memory())
 
 
-def _write(config: PrepareRun, renderer: Renderer, writer: RowsWriter) -> tuple[Audit, Account]:
-    """Write every row that is not there yet; return the accounts of rendering and of reading."""
-    audit, account, ids, done = renderer.empty.empty(), Account(), IdSet(), writer.done_ids
+def _write(
+    config: PrepareRun, renderer: Renderer, writer: RowsWriter, audit: Audit, account: Account
+) -> None:
+    """Write every row that is not there yet; add what was rendered and read to the accounts."""
+    ids, done = IdSet(), writer.done_ids
     if done:
         log.info("%s: %d rows are there already", writer.directory, len(done))
     total, workers = expected_rows(config.data), config.workers or usable_cpus()
@@ -115,7 +115,6 @@ def _write(config: PrepareRun, renderer: Renderer, writer: RowsWriter) -> tuple[
                     if row.row_id not in done:
                         writer.add(row)
                 bar.update(account.total - bar.n)
-    return audit, account
 
 
 def _name(row: TokenRow, ids: IdSet, audit: Audit) -> None:
