@@ -1,5 +1,6 @@
 """`headstart prepare` at size, and whatever may befall it: kills, Ctrl-C, dying workers."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 
@@ -195,20 +197,33 @@ def test_a_row_whose_id_an_earlier_one_has_is_renamed_and_counted(target_path, t
     assert "1 renamed, as an earlier row had their id" in meta.summary
 
 
-def start(given: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "headstart", *given],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
+@pytest.fixture
+def start() -> Iterator[Callable[[list[str]], subprocess.Popen]]:
+    """Give a function that starts `headstart ARGUMENTS` as the leader of a process group."""
+    started = []
+
+    def start_one(given: list[str]) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headstart", *given],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):  # as it should be
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def wait_for_bytes(process: subprocess.Popen, directory: Path, wanted: int) -> None:
     """Wait until rows of so many bytes are on disk."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while sum(p.stat().st_size for p in directory.glob("[rj]o*") if "notes" not in p.name) < wanted:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
@@ -227,8 +242,8 @@ def wait_for_end_of_group(group: int) -> None:
         time.sleep(0.05)
 
 
-ROWS = 6000
-BYTES = 1_300_000
+ROWS = 4000
+BYTES = 850_000
 """About what the rows of these take on disk."""
 
 
@@ -246,7 +261,7 @@ def straight(target_path, tmp_path_factory) -> tuple[Path, list[TokenRow]]:
     "kills", [1, pytest.param(5, marks=pytest.mark.slow)], ids=["once", "five times"]
 )
 def test_a_killed_run_ends_with_the_rows_of_an_uninterrupted_one(
-    straight, target_path, tmp_path, kills
+    start, straight, target_path, tmp_path, kills
 ):
     chats, expected = straight
     given = arguments(target_path, chats, tmp_path / "rows", "workers=2")
@@ -265,7 +280,7 @@ def test_a_killed_run_ends_with_the_rows_of_an_uninterrupted_one(
     assert meta.counts["rows"] == len(expected)
 
 
-def test_ctrl_c_ends_every_process_and_says_how_to_go_on(straight, target_path, tmp_path):
+def test_ctrl_c_ends_every_process_and_says_how_to_go_on(start, straight, target_path, tmp_path):
     chats, _ = straight
     process = start(arguments(target_path, chats, tmp_path / "rows", "workers=2"))
     wait_for_bytes(process, tmp_path / "rows", BYTES * 2 // 3)
