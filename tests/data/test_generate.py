@@ -182,9 +182,9 @@ def test_answers_do_not_depend_on_the_batch_size(tmp_path, temperature):
 
 def test_a_finished_set_is_left_as_it_is(tmp_path):
     answered(tmp_path)
-    before = (tmp_path / "rows.jsonl").read_bytes()
+    before = (tmp_path / "rows.arrow").read_bytes()
     answered(tmp_path)
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    assert (tmp_path / "rows.arrow").read_bytes() == before
 
 
 def test_other_settings_are_refused_by_name(tmp_path):
