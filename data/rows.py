@@ -109,22 +109,25 @@ class RowsWriter:
             self._commit()
 
     def finish(self, summary: str, counts: dict[str, int]) -> None:
-        """Mark the rows complete. Raises ValueError for two rows of one id."""
-        self._commit()
-        self.close()
-        ids = _ids(_batches(self.directory / ROWS))
-        if pc.count_distinct(ids).as_py() < len(ids):
-            twice = next(c["values"] for c in pc.value_counts(ids).to_pylist() if c["counts"] > 1)
-            raise ValueError(f"{self.directory}: several rows have the id {twice}; ids are unique")
-        self.meta.complete, self.meta.num_rows = True, len(ids)
-        self.meta.summary, self.meta.counts = summary, counts
-        _write_meta(self.directory, self.meta)
-        (self.directory / JOURNAL).unlink(missing_ok=True)
+        """Mark the rows complete and close. Raises ValueError for two rows of one id."""
+        lock = _lock(self.directory)
+        try:
+            self.close()
+            self._commit()
+            ids = _ids(_batches(self.directory / ROWS))
+            _refuse_repeats(self.directory, ids)
+            self.meta.complete, self.meta.num_rows = True, len(ids)
+            self.meta.summary, self.meta.counts = summary, counts
+            _write_meta(self.directory, self.meta)
+            (self.directory / JOURNAL).unlink(missing_ok=True)
+        finally:
+            lock.release()
 
     def close(self) -> None:
         """Close the files; rows that are not finished can be taken up again."""
-        self._journal.close()
-        self._lock.release()
+        if not self._journal.closed:
+            self._journal.close()
+            self._lock.release()
 
     def _commit(self) -> None:
         """Move the journal's rows to rows.arrow; the batch is on disk before the journal goes."""
@@ -137,8 +140,9 @@ class RowsWriter:
                 file.write(pa.RecordBatch.from_pydict(columns, SCHEMA).serialize())
             file.flush()
             os.fsync(file.fileno())
-        self._journal.truncate(0)
-        self._pending = []
+        if self._pending:
+            os.truncate(self.directory / JOURNAL, 0)
+            self._pending = []
 
 
 class Rows(Sequence[TokenRow]):
@@ -191,7 +195,7 @@ def read_meta(directory: Path) -> RowsMeta:
             f"{directory}: no rows there (no {META}); run headstart generate or prepare"
         )
     fields = read_json(path)
-    key = fields.pop("key", None)
+    fields.pop("key", None)
     try:
         meta = RowsMeta(**fields)
     except TypeError as error:
@@ -200,11 +204,6 @@ def read_meta(directory: Path) -> RowsMeta:
         raise ValueError(
             f"{path}: rows of format {fields.get('row_format', 1)}, this headstart reads format "
             f"{ROW_FORMAT}; delete {directory} and make the rows again"
-        )
-    if key != meta.key:
-        raise ValueError(
-            f"{path}: key {key} is not that of its settings ({meta.key}): it was changed by hand; "
-            f"delete {directory} and make the rows again"
         )
     return meta
 
@@ -278,6 +277,13 @@ def _ids(batches: Sequence[pa.RecordBatch]) -> pa.ChunkedArray:
     return pa.chunked_array([batch["row_id"] for batch in batches], pa.string())
 
 
+def _refuse_repeats(directory: Path, ids: pa.ChunkedArray) -> None:
+    if pc.count_distinct(ids).as_py() < len(ids):
+        counted = pc.value_counts(ids).to_pylist()
+        twice = next(entry["values"] for entry in counted if entry["counts"] > 1)
+        raise ValueError(f"{directory}: several rows have the id {twice}; make ids unique")
+
+
 def _batches(path: Path) -> list[pa.RecordBatch]:
     """Map the record batches of a file; their values are read when they are used."""
     if not path.exists():
@@ -333,7 +339,8 @@ def _whole_lines(path: Path) -> list[TokenRow]:
 
 def _lock(directory: Path) -> FileLock:
     """Keep other processes from writing here; the operating system lets go of it after a kill."""
-    lock = FileLock(directory / ".lock", is_singleton=True)
+    # One lock object a process and directory, so that it may open its own rows again.
+    lock = FileLock(directory / ".lock", is_singleton=True, thread_local=False)
     try:
         return lock.acquire(timeout=0).lock
     except Timeout:

@@ -51,20 +51,22 @@ def alone(row: TokenRow) -> FeatureBatch:
 
 
 def sums(head: DraftHead, batches: Sequence[FeatureBatch]) -> dict[str, Tensor]:
-    """Return numerators, counts, metrics and the gradients of the numerators, over batches."""
+    """Return numerators, counts, metrics and the gradients of one step, over its batches."""
     total: dict[str, Tensor] = {}
 
     def add(name: str, value: Tensor) -> None:
         total[name] = total.get(name, 0) + value.detach()
 
+    for batch in batches:
+        for name, value in head.denominators(batch).items():
+            add(name, value)
+    counts = dict(total)
     head.zero_grad()
     for batch in batches:
-        made = head(batch, chat_target().parts)
-        torch.stack([value.sum() for value in made.numerators.values()]).sum().backward()
+        made = head(batch, chat_target().parts, None, counts)
+        made.total(counts).backward()
         for name, value in made.numerators.items():
             add(f"loss {name}", value)
-        for name, value in head.denominators(batch).items():
-            add(f"count {name}", value)
         for name, (value, count) in made.metrics.items():
             add(f"metric {name}", torch.stack([value.float(), count.float()]))
     gradients = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}

@@ -78,8 +78,7 @@ def test_online_stored_and_packed_runs_have_one_loss_curve(tmp_path, family, pre
     online = OnlineFeatures(target(precision), ROWS, taps)
     stored = FeatureStore(tmp_path / "store", taps)
     want = losses(family, Padded(online), precision, tmp_path)
-    assert len(want) == 20
-    assert want[-1] != pytest.approx(want[0], rel=0.01)
+    assert len(set(want)) == 20
     for source in (Padded(stored), PackedFeatures(online, 64), PackedFeatures(stored, 64)):
         have = losses(family, source, precision, tmp_path)
         assert have == pytest.approx(want, rel=TOLERANCE[precision])
