@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 
@@ -70,15 +71,15 @@ class Audit:
 
     def keep(self, row: TokenRow) -> None:
         """Count one row."""
+        tokens, supervised = len(row.token_ids), row.supervised
         self.rows += 1
-        self.tokens += len(row.token_ids)
-        self.supervised += row.supervised
-        self.lengths[len(row.token_ids)] += 1
-        self.answers[row.supervised] += 1
-        self.shares[int(100 * row.coverage)] += 1
+        self.tokens += tokens
+        self.supervised += supervised
+        self.lengths[tokens] += 1
+        self.answers[supervised] += 1
+        self.shares[100 * supervised // tokens] += 1
         self.stops[row.stop_reason or "given"] += 1
-        taught = (t for t, on in zip(row.token_ids, row.loss_mask, strict=True) if on)
-        self.vocabulary.update(taught)
+        self.vocabulary.update(compress(row.token_ids, row.loss_mask))
         self.row_hashes.append(_hash(array("q", row.token_ids).tobytes()))
         self._sample([row])
 

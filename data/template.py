@@ -192,16 +192,16 @@ class ChatTemplate:
             answer = self._encode(continued(prompt_text, messages[-1]))
             return prompt, [*answer, self.end_of_turn_id], [1] * (len(answer) + 1)
         rest_text = text[len(prompt_text) :]
+        if self._end_of_turn not in rest_text:
+            raise TemplateRefusal("with an answer that the template does not close")
         full = self._encode(text)
         rest = self._continuation(prompt, full, rest_text)
-        if self.end_of_turn_id not in rest:
-            raise TemplateRefusal("with an answer that the template does not close")
-        answer = rest[: rest.index(self.end_of_turn_id) + 1]
         # No content holds the end of turn (see _refuse_markers): the first one is the template's.
         body = rest_text[: rest_text.index(self._end_of_turn)]
-        lead = self._encode(self._inserted(messages, prompt_text, body))
-        if answer[: len(lead)] != lead:
-            raise TemplateRefusal("with an answer that merges with what the template inserts")
+        inserted = self._inserted(messages, prompt_text, body)
+        lead = self._encode(inserted)
+        rest = lead + self._continuation(lead, rest, rest_text[len(inserted) :])
+        answer = rest[: rest.index(self.end_of_turn_id) + 1]
         taught = [1] * len(answer)
         if self.mask_mode == "markers":
             taught = mask_of_rest(self._marked(messages), full, rest)[: len(answer)]
@@ -235,7 +235,8 @@ class ChatTemplate:
         if lead.strip() and body.startswith(lead) and holds(body[len(lead) :], message):
             return lead
         if not holds(body, message):
-            raise TemplateRefusal("with an answer that the template rewrites")
+            what = "a tool call" if message.get("tool_calls") else "an answer"
+            raise TemplateRefusal(f"with {what} that the template rewrites or leaves out")
         return ""
 
     def _refuse_markers(self, messages: Sequence[Message]) -> None:

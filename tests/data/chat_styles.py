@@ -50,7 +50,7 @@ DEEP = tuple(
 )
 DEEP_BOS, DEEP_EOS = (f"<\uff5c{end}\u2581of\u2581sentence\uff5c>" for end in ("begin", "end"))
 LEFT_OUT = "with a tool turn that the template leaves out"
-ALTERNATE = "refused by the chat template (user and assistant must alternate)"
+NO_CALLS = "with a tool call that the template rewrites or leaves out"
 
 STYLES = {
     "chatml": Style(IM, "{}<|im_end|>", IM_QUOTE, call=f"<tool_call>{CALL}</tool_call><|im_end|>"),
@@ -66,7 +66,7 @@ STYLES = {
         call='{"name": "weather", "parameters": {"city": "Oslo"}}<|eot_id|>',
     ),
     "llama2": Style(
-        (), " {} </s>", "a </s><s>[INST] b [/INST] hi", bos="<s>", eos="</s>", no_tools=ALTERNATE
+        (), " {} </s>", "a </s><s>[INST] b [/INST] hi", bos="<s>", eos="</s>", no_tools=NO_CALLS
     ),
     "gemma": Style(
         ("<start_of_turn>", "<end_of_turn>"),
@@ -74,7 +74,7 @@ STYLES = {
         "<end_of_turn>\n<start_of_turn>model\nhi",
         bos="<bos>",
         eos="<eos>",
-        no_tools=ALTERNATE,
+        no_tools=NO_CALLS,
     ),
     "mistral": Style(
         ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),

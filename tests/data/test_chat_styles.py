@@ -128,7 +128,7 @@ def test_a_tool_call_that_the_template_does_not_write_drops_the_row():
     template = ChatTemplate(style_tokenizer("phi3"))
     rows, audit = rows_of(template, TOOL_CHAT[:2])
     assert rows == []
-    assert audit.dropped == {"with an answer that the template rewrites": 1}
+    assert audit.dropped == {"with a tool call that the template rewrites or leaves out": 1}
 
 
 def test_a_merging_tokenizer_supervises_the_same_text_p04(name):
@@ -217,7 +217,7 @@ def test_reasoning_that_a_template_leaves_out_drops_the_row_p03():
     messages = [*chat("x"), {"role": "assistant", "content": "b", "reasoning_content": "a"}]
     rows, audit = rows_of(template, messages)
     assert rows == []
-    assert audit.dropped == {"with an answer that the template rewrites": 1}
+    assert audit.dropped == {"with an answer that the template rewrites or leaves out": 1}
 
 
 def test_an_answer_goes_on_where_the_prompt_opens_the_reasoning_p03():
