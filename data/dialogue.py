@@ -7,7 +7,7 @@ that each row holds what the target really saw.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from headstart.data.answering import Answer, Ask
@@ -16,6 +16,7 @@ from headstart.data.template import Audit, ChatTemplate, TemplateRefusal, TokenR
 
 SPLIT = "split where a later prompt does not repeat the tokens of an earlier answer"
 AFTER_A_CUT = "after an answer cut by length"
+TOKENISED = "tokenised already: only text can be answered turn by turn"
 AFTER_A_TOOL = "that follows a tool's, whose call the target did not make"
 
 
@@ -33,7 +34,8 @@ class Dialogue:
 
     It is over after its last user turn, or before a turn that cannot be answered: one that leaves
     no room in `longest` tokens, that the template refuses, or that follows a cut answer (what came
-    next would answer something else). What was answered until then is kept.
+    next would answer something else). What was answered until then is kept. `taken` are the names
+    that no part of this conversation may have.
     """
 
     def __init__(
@@ -45,16 +47,18 @@ class Dialogue:
         max_new_tokens: int,
         temperature: float,
         only_first: bool = False,
+        taken: Container[str] = (),
     ) -> None:
         self.conversation, self.temperature = conversation, temperature
         self._template, self._longest, self._max_new_tokens = template, longest, max_new_tokens
+        self._taken = taken
         turns = _user_turns(conversation.messages)
         self._waiting = deque(turns[:1] if only_first else turns)
         self._messages: list[Message] = []
         self._spans: list[_Span] = []
         self.turn = 0
         """Number of the turn that `ask` stands for, from 1."""
-        self.ended = "" if turns else "without a user turn"
+        self.ended = "" if turns else TOKENISED if conversation.tokens else "without a user turn"
         """Why a turn was left unanswered; empty when all were answered."""
         self.ask: Ask | None = None
         self._advance()
@@ -79,22 +83,23 @@ class Dialogue:
 
     def rows(self) -> list[TokenRow]:
         """Return the rows; those of a conversation in several parts are named ID-1, ID-2, ..."""
-        name, category = self.conversation.prompt_id, self.conversation.category
-        several = len(self._spans) > 1
+        category = self.conversation.category
         return [
-            TokenRow(
-                f"{name}-{number}" if several else name,
-                category,
-                span.token_ids,
-                span.loss_mask,
-                span.stop_reason,
-            )
-            for number, span in enumerate(self._spans, start=1)
+            TokenRow(name, category, span.token_ids, span.loss_mask, span.stop_reason)
+            for name, span in zip(self._names(), self._spans, strict=True)
         ]
+
+    def _names(self) -> list[str]:
+        own = self.conversation.prompt_id
+        if len(self._spans) < 2:
+            return [own] * len(self._spans)
+        names = [f"{own}-{number}" for number in range(1, len(self._spans) + 1)]
+        # ID-1 may be the name of another conversation.
+        return [name + "-again" * (name in self._taken) for name in names]
 
     def account(self, audit: Audit) -> None:
         """Count the conversation and its rows."""
-        audit.conversations += 1
+        audit.see(self._messages, self.conversation.prompt_id)
         if not self._spans:
             audit.dropped[self.ended] += 1
         elif self.ended:

@@ -9,6 +9,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +18,21 @@ from tqdm import tqdm
 
 from headstart.data.answer_log import ANSWERS, AnswerLog
 from headstart.data.answering import Backend, EngineBackend, head_for
+from headstart.data.audit import Audit
+from headstart.data.audit_prompts import AuditConfig, new_audit
+from headstart.data.audit_report import write_audit
+from headstart.data.conversations import Account
 from headstart.data.dialogue import Dialogue
 from headstart.data.generate_config import GenerateConfig
 from headstart.data.rows import RowsMeta, RowsWriter
 from headstart.data.server import ServerBackend
-from headstart.data.source import DataConfig, load_conversations, source_settings
-from headstart.data.template import Audit, ChatTemplate
+from headstart.data.source import (
+    DataConfig,
+    iter_conversations,
+    load_conversations,
+    source_settings,
+)
+from headstart.data.template import ChatTemplate
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree_config import TreeConfig
 from headstart.heads.load import TargetConfig, load_target
@@ -41,14 +51,16 @@ class GenerateRun:
     tree: TreeConfig = MISSING
     """What generate.head drafts."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     out: str = MISSING
-    """Directory that receives the rows, answers.jsonl and meta.json."""
+    """Directory that receives the rows, meta.json, the audit, and answers.jsonl: every answer with
+    its temperature and how it ended."""
 
 
 def run(config: GenerateRun) -> None:
     """Load the target and generate (the command's entry)."""
-    # A bad file is refused before the target is loaded.
-    load_conversations(config.data, need_answers=False)
+    # Read as far as the first usable row: bad data is refused before the target is loaded.
+    next(iter_conversations(config.data, need_answers=False, account=Account()))
     head = config.generate.head
     if head is not None and not (Path(head) / "config.json").is_file():
         raise FileNotFoundError(f"generate.head={head}: no head checkpoint there")
@@ -59,6 +71,7 @@ def run(config: GenerateRun) -> None:
         config=config.generate,
         directory=Path(config.out),
         tree=config.tree,
+        audit_config=config.audit,
     )
 
 
@@ -70,6 +83,7 @@ def generate(
     config: GenerateConfig,
     directory: Path,
     tree: TreeConfig | None = None,
+    audit_config: AuditConfig | None = None,
 ) -> str:
     """Answer the turns that `directory` does not hold yet; return the audit's summary line.
 
@@ -86,8 +100,8 @@ def generate(
     template = ChatTemplate(target.tokenizer)
     conversations, account = load_conversations(data, need_answers=False)
     log.info("prompts: %s", account)
-    writer = RowsWriter(directory, _meta(target, template, data, sampling, config))
-    answers, audit = AnswerLog(directory / ANSWERS), Audit()
+    audit = new_audit(audit_config or AuditConfig(), template)
+    names = {conversation.prompt_id for conversation in conversations}
     dialogues = {
         conversation.prompt_id: Dialogue(
             conversation,
@@ -96,24 +110,26 @@ def generate(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature_of(conversation.prompt_id, sampling),
             only_first=config.turns == "first",
+            taken=names,
         )
         for conversation in conversations
     }
+    writer = RowsWriter(directory, _meta(target, template, data, sampling, config))
     try:
-        for dialogue in _taken_up(dialogues, answers):
-            _keep(dialogue, writer, audit)
-        if dialogues:
-            backend = _backend(target, template, sampling, config, tree)
-            for dialogue in _answered(dialogues, answers, backend):
+        with closing(AnswerLog(directory / ANSWERS)) as answers:
+            for dialogue in _taken_up(dialogues, answers):
                 _keep(dialogue, writer, audit)
+            if dialogues:
+                backend = _backend(target, template, sampling, config, tree)
+                for dialogue in _answered(dialogues, answers, backend):
+                    _keep(dialogue, writer, audit)
+        if not audit.rows:
+            raise ValueError(f"{data.label}: no answer is usable: {audit.summary()}")
+        writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
     finally:
-        answers.close()
         writer.close()
-    if not audit.rows:
-        source = f"data.path={data.path}" if data.path else "generated prompts"
-        raise ValueError(f"{source}: no answer is usable: {audit.summary()}")
-    writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
     log.info("%s: %s", directory, audit.summary())
+    log.info("%s", write_audit(directory, audit, template.tokenizer, source=account))
     return audit.summary()
 
 

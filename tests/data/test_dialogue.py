@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.data.answering import Answer
 from headstart.data.conversations import Conversation
 from headstart.data.dialogue import Dialogue
-from headstart.data.template import Audit, ChatTemplate
+from headstart.data.template import Audit, ChatTemplate, TokenRow
 
 QUESTIONS = ({"role": "user", "content": "Say OK"}, {"role": "user", "content": "OK?"})
 
@@ -21,6 +21,7 @@ def dialogue(
     longest: int = 500,
     max_new_tokens: int = 100,
     only_first: bool = False,
+    taken: tuple[str, ...] = (),
 ) -> Dialogue:
     return Dialogue(
         Conversation("a", "talk", tuple(messages)),
@@ -29,6 +30,7 @@ def dialogue(
         max_new_tokens=max_new_tokens,
         temperature=0.5,
         only_first=only_first,
+        taken=taken,
     )
 
 
@@ -95,6 +97,13 @@ def test_p03_a_template_that_strips_reasoning_gives_one_row_an_answer():
     ]
     assert rows[1].token_ids[: len(first.token_ids)] == list(first.token_ids)
     assert "1 split where a later prompt does not repeat" in summary(asked)
+
+
+def test_a_part_is_not_named_like_another_conversation():
+    asked = dialogue(tokenizer=chat_tokenizer(CHATML_STRIPS), taken=("a", "a-1"))
+    say(asked, "<think>a</think>b")
+    say(asked, "<think>c</think>d")
+    assert [row.row_id for row in asked.rows()] == ["a-1-again", "a-2"]
 
 
 def test_an_answer_that_its_text_tokenises_otherwise_starts_a_new_row():
@@ -200,6 +209,14 @@ def test_a_conversation_without_a_user_turn_is_dropped():
     asked = dialogue([{"role": "system", "content": "be brief"}])
     assert asked.ask is None
     assert "dropped: 1 without a user turn" in summary(asked)
+
+
+def test_a_row_that_came_tokenised_is_dropped_with_a_reason_of_its_own():
+    given = Conversation("a", "talk", (), TokenRow("a", "talk", [5, 6], [0, 1], None))
+    asked = Dialogue(
+        given, ChatTemplate(chat_tokenizer()), longest=9, max_new_tokens=9, temperature=0.0
+    )
+    assert "dropped: 1 tokenised already" in summary(asked)
 
 
 def test_every_turn_is_asked_under_a_name_of_its_own():
