@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,7 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
     """List the steps in order, each with the settings that determine its result."""
     out, trees = Path(config.out), list(config.trees.values())
     base = {"headstart": __version__, "target": target.fingerprint, "dtype": config.target.dtype}
-    heldout = DataConfig(
-        path=config.data.path,
-        num_prompts=config.heldout_prompts,
-        seed=config.data.seed,
-        split="heldout",
-        max_length=config.data.max_length,
-    )
+    heldout = replace(config.data, num_prompts=config.heldout_prompts, split="heldout")
     answer_tokens = (config.data.num_prompts or 1000) * config.generate.max_new_tokens
     row_settings = base | _flat(generate=config.generate, answers=config.answers)
     # Refused now rather than after the rows are made: taps and trees that do not fit.
@@ -128,6 +122,7 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
                     sampling=config.answers,
                     config=config.generate,
                     directory=out / name,
+                    tree=trees[0],
                 ),
             )
         )

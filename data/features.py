@@ -1,6 +1,6 @@
 """Features of token rows, made online by the target: what training reads when nothing is stored.
 
-Shapes: B rows, T tokens (right-padded), D width.
+Shapes: B rows, T tokens (right-padded, or packed), D width, P packed rows, N positions.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headstart.data.packing import Layout
+from headstart.data.rows import row_lengths
 from headstart.data.template import TokenRow
 from headstart.heads.base import FeatureBatch
 from headstart.heads.parts import ReadOut, TargetParts
@@ -32,38 +34,89 @@ class OnlineFeatures:
     """Runs the target whenever rows are asked for."""
 
     def __init__(self, target: Target, rows: Sequence[TokenRow], taps: Sequence[int] = ()) -> None:
-        self.target, self.rows, self.taps = target, list(rows), tuple(taps)
+        self.target, self.rows, self.taps = target, rows, tuple(taps)
         self.parts = target.parts
-        self.lengths = [len(row.token_ids) for row in rows]
+        self.lengths = row_lengths(rows)
 
-    def batch(self, indices: Sequence[int]) -> FeatureBatch:
-        """Return these rows with features made now."""
-        return make_features(self.target, [self.rows[i] for i in indices], indices, self.taps)
+    def batch(self, indices: Sequence[int], layout: Layout | None = None) -> FeatureBatch:
+        """Return these rows with features made now; the target itself runs over a layout."""
+        rows = [self.rows[i] for i in indices]
+        return make_features(self.target, rows, indices, self.taps, layout)
+
+
+class PackedFeatures:
+    """Rows of another source, several in a packed row; stored or online makes no difference.
+
+    Raises ValueError for an online target whose attention does not keep packed rows apart.
+    """
+
+    def __init__(self, source: FeatureSource, tokens: int) -> None:
+        self.source, self.tokens = source, tokens
+        self.parts, self.lengths = source.parts, source.lengths
+        if isinstance(source, OnlineFeatures):
+            refuse_leaks(source.target)
+
+    def batch(self, packs: Sequence[Sequence[int]]) -> FeatureBatch:
+        """Return packed rows of `tokens` tokens, with their features."""
+        layout = Layout.of([[self.lengths[i] for i in pack] for pack in packs], self.tokens)
+        indices = [i for pack in packs for i in pack]
+        if isinstance(self.source, OnlineFeatures):
+            return self.source.batch(indices, layout)
+        return layout.pack(self.source.batch(indices))
 
 
 @torch.no_grad()
 def make_features(
-    target: Target, rows: Sequence[TokenRow], row_ids: Sequence[int], taps: Sequence[int] = ()
+    target: Target,
+    rows: Sequence[TokenRow],
+    row_ids: Sequence[int],
+    taps: Sequence[int] = (),
+    layout: Layout | None = None,
 ) -> FeatureBatch:
-    """Run the target over right-padded rows and return their features."""
+    """Run the target over rows, right-padded or packed by a layout, and return their features."""
     device = target.device
     tokens_BT = _padded([row.token_ids for row in rows], 0).to(device)
     mask_BT = _padded([row.loss_mask for row in rows], 0).bool().to(device)
-    lengths_B = torch.tensor([len(row.token_ids) for row in rows], device=device)
-    output = target.forward(tokens_BT, taps=taps)
+    if layout is None:
+        # No positions for the target: their default, and the faster attention that knows no mask.
+        lengths_B = torch.tensor([len(row.token_ids) for row in rows], device=device)
+        places_BT = torch.arange(tokens_BT.shape[1], device=device).expand_as(tokens_BT)
+        document_BT = torch.where(places_BT < lengths_B[:, None], 0, -1)
+        output = target.forward(tokens_BT, taps=taps)
+    else:
+        tokens_BT, mask_BT = layout.take(tokens_BT, 0), layout.take(mask_BT, 0)
+        places_BT, document_BT = layout.place_PT.to(device), layout.document_PT.to(device)
+        output = target.forward(tokens_BT, places_BT, taps=taps)
     logsumexp_BT, argmax_BT = teacher_statistics(output.hidden_BTD, mask_BT, target.parts.readout)
-    positions_T = torch.arange(tokens_BT.shape[1], device=device)
     return FeatureBatch(
         tokens_BT,
         mask_BT,
-        positions_T.expand_as(tokens_BT),
-        torch.where(positions_T < lengths_B[:, None], 0, -1),
+        places_BT,
+        document_BT,
         torch.tensor(list(row_ids), device=device),
         output.hidden_BTD,
         logsumexp_BT,
         argmax_BT,
         output.aux,
     )
+
+
+def refuse_leaks(target: Target) -> None:
+    """Raise ValueError when a packed row's features differ from those of the row alone."""
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(0, target.shape.vocab_size, (2, 8), generator=generator).tolist()
+    rows = [TokenRow("", "", ids, [0] * len(ids), None) for ids in ids_BT]
+    alone_BTD = make_features(target, rows, [0, 1]).hidden_BTD.float()
+    packed = make_features(target, rows, [0, 1], layout=Layout.of([[8, 8]], 20))
+    packed_BTD = packed.hidden_BTD[0, :16].float().view_as(alone_BTD)
+    error = ((packed_BTD - alone_BTD).norm(dim=-1) / alone_BTD.norm(dim=-1)).max().item()
+    limit = 1e-3 if target.dtype in (torch.float32, torch.float64) else 5e-2
+    if not error <= limit:
+        raise ValueError(
+            f"train.pack_tokens: {target.name} does not keep packed rows apart (its states differ "
+            f"by {error:.1e} relative, limit {limit:.0e}); use train.features=captured or "
+            "train.pack_tokens=null"
+        )
 
 
 def teacher_statistics(

@@ -1,17 +1,45 @@
-"""Rows from conversations that already have answers: `headstart prepare data.path=chats.jsonl`."""
+"""Rows from conversations that already have answers: `headstart prepare data.path=chats.jsonl`.
 
+Conversations stream from the sources through rendering processes to disk, in one order for one
+config. A run that was killed renders again and writes what is missing: the rows, and the account of
+what was dropped, are those of an uninterrupted run.
+"""
+
+import json
 import logging
-from dataclasses import dataclass
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from omegaconf import MISSING
+from tqdm import tqdm
 
-from headstart.data.rows import RowsMeta, RowsWriter
-from headstart.data.source import DataConfig, load_conversations, source_settings
-from headstart.data.template import Audit, ChatTemplate
+from headstart.data.audit import Audit
+from headstart.data.audit_prompts import AuditConfig, new_audit
+from headstart.data.audit_report import write_audit
+from headstart.data.conversations import Account, Place
+from headstart.data.ids import IdSet
+from headstart.data.render import Renderer, render_all, usable_cpus
+from headstart.data.rows import RowsMeta, RowsWriter, read_rows
+from headstart.data.show import show_rows
+from headstart.data.source import (
+    DataConfig,
+    expected_rows,
+    iter_conversations,
+    source_settings,
+)
+from headstart.data.template import ChatTemplate
+from headstart.data.token_row import TokenRow
 from headstart.heads.load import TargetConfig, load_target
 
 log = logging.getLogger(__name__)
+NOTES = "row_notes.jsonl"
+RENAMED = "renamed, as an earlier row had their id"
 
 
 @dataclass
@@ -20,33 +48,110 @@ class PrepareRun:
 
     target: TargetConfig = MISSING
     data: DataConfig = MISSING
+    workers: int | None = None
+    """Processes that render; null means one for each CPU, 1 means no process beside this one."""
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    show: int = 0
+    """Rows to print at the end, their supervised tokens coloured."""
     out: str = MISSING
-    """Directory that receives rows.jsonl and meta.json."""
+    """Directory that receives the rows, meta.json, the audit, and row_notes.jsonl: what was
+    dropped or repaired, with place and reason, one note a line."""
+
+    def __post_init__(self) -> None:
+        if self.show < 0:
+            raise ValueError(f"show={self.show}: need a number of rows, or 0")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers={self.workers}: need at least 1, or null")
 
 
 def run(config: PrepareRun) -> None:
     """Render the conversations and write their rows, with an account of what was dropped."""
-    conversations, account = load_conversations(config.data, need_answers=True)
-    log.info("conversations: %s", account)
+    started = time.monotonic()
+    # Read as far as the first usable row: bad data is refused before the target is loaded.
+    next(iter_conversations(config.data, need_answers=True, account=Account()))
     target = load_target(config.target)
     template = ChatTemplate(target.tokenizer)
     meta = RowsMeta(target.fingerprint, template.hash, source_settings(config.data))
-    writer = RowsWriter(Path(config.out), meta)
-    done = {row.row_id for row in writer.rows}
-    audit = Audit()
-    for conversation in conversations:
-        rows = template.rows(
-            conversation.messages,
-            row_id=conversation.prompt_id,
-            category=conversation.category,
-            max_length=config.data.max_length,
-            audit=audit,
-        )
-        for row in rows:
-            if row.row_id not in done:
-                writer.add(row)
-    if not audit.rows:
+    audit = new_audit(config.audit, template)
+    renderer = Renderer(template, config.data.max_length, target.shape.vocab_size, audit.empty())
+    del target  # the weights have said who they are; rendering needs the tokenizer alone
+    account, writer = Account(), RowsWriter(Path(config.out), meta)
+    try:
+        _write(config, renderer, writer, audit, account)
+        if not audit.rows:
+            raise ValueError(f"{config.data.label}: no row is usable: {audit.summary()}")
+        writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
+    except KeyboardInterrupt:
+        log.warning("interrupted; run the same command again to complete %s", config.out)
+        raise
+    finally:
         writer.close()
-        raise ValueError(f"data.path={config.data.path}: no row is usable: {audit.summary()}")
-    writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
+    source = account.summary()
+    log.info("conversations: %s", source)
     log.info("%s: %s", config.out, audit.summary())
+    log.info("%s", write_audit(writer.directory, audit, template.tokenizer, source=source))
+    show_rows(islice(read_rows(writer.directory)[0], config.show), template.tokenizer)
+    minutes = (time.monotonic() - started) / 60
+    log.info("%d rows in %.1f minutes; peak memory %s", account.total, minutes, _peak_memory())
+
+
+def _write(
+    config: PrepareRun, renderer: Renderer, writer: RowsWriter, audit: Audit, account: Account
+) -> None:
+    """Write every row that is not there yet; add what was rendered and read to the accounts."""
+    ids, done = IdSet(), writer.done_ids
+    if done:
+        log.info("%s: %d rows are there already", writer.directory, len(done))
+    total, workers = expected_rows(config.data), config.workers or usable_cpus()
+    with _notes(writer.directory / NOTES, account) as refuse, _bar(total) as bar:
+        conversations = iter_conversations(config.data, need_answers=True, account=account)
+        # Closed here, so that the processes end before an error is told.
+        with closing(render_all(conversations, renderer, workers=workers)) as parts:
+            for part in parts:
+                audit.merge(part.audit)
+                refuse(part.refused)
+                for row in part.rows:
+                    _name(row, ids, audit)
+                    if row.row_id not in done:
+                        writer.add(row)
+                bar.update(account.total - bar.n)
+
+
+def _name(row: TokenRow, ids: IdSet, audit: Audit) -> None:
+    """Give a row another id where an earlier one has it: x-1 of a split x may be one's own."""
+    name = ids.unique(row.row_id, "again")
+    if name != row.row_id:
+        audit.noted[RENAMED] += 1
+        row.row_id = name
+
+
+def _bar(total: int | None) -> tqdm:
+    return tqdm(total=total, unit="row", desc="prepare", smoothing=0.05, mininterval=0.5)
+
+
+@contextmanager
+def _notes(path: Path, account: Account) -> Iterator[Callable[[list[tuple[str, str]]], None]]:
+    """Write the account's notes, and what is passed to the yielded function, as JSON Lines."""
+    with path.open("w", encoding="utf-8") as file:
+
+        def write(what: str, place: Place, reason: str) -> None:
+            note = {"what": what, "file": place.file, place.unit: place.number, "reason": reason}
+            file.write(json.dumps(note) + "\n")
+
+        def refuse(refused: list[tuple[str, str]]) -> None:
+            for row_id, reason in refused:
+                note = {"what": "dropped", "row_id": row_id, "reason": reason}
+                file.write(json.dumps(note) + "\n")
+
+        account.listener = write
+        yield refuse
+
+
+def _peak_memory() -> str:
+    """Return the largest resident size that this process had, and that any worker had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    here, there = (
+        resource.getrusage(who).ru_maxrss * unit / 1e6
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return f"{here:.0f} MB" + (f", and up to {there:.0f} MB in each worker" if there else "")

@@ -1,83 +1,46 @@
 """Render conversations with the target's chat template and mark the answer tokens.
 
-The loss mask comes from token boundaries: an answer starts where the generation prompt ends and
-ends with the end-of-turn token, so nothing is ever found by searching the rendered text. A row
-begins with exactly the ids that generation sees, for every answer that it supervises.
+An answer is what follows the generation prompt, up to and with the end-of-turn token; nothing is
+ever found by searching the rendered conversation. Where the template marks its answers with
+`{% generation %}`, only what it marks is supervised. A row begins with exactly the ids that
+generation sees, for every answer that it supervises.
 """
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+import re
+from collections.abc import Iterable, Sequence
+from os.path import commonprefix
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from headstart.data.audit import Audit
 from headstart.data.conversations import Message
+from headstart.data.token_row import TokenRow
+from headstart.data.turns import (
+    PROBE,
+    ROLE_PROBES,
+    WORD,
+    TemplateRefusal,
+    answer_of,
+    common_tail,
+    continued,
+    holds,
+    mask_of_rest,
+    says_something,
+    texts_in,
+)
+
+__all__ = ["Audit", "ChatTemplate", "TemplateRefusal", "TokenRow"]
 
 SPLIT = "split where a later prompt renders an earlier answer differently"
+EMPTY = "with an empty answer"
+UNTAUGHT = "with an empty answer, which is not supervised"
 CUT = "cut to max_length"
 TRUNCATED = "truncated away"
-PROBE = {"role": "user", "content": "a"}
-
-
-@dataclass
-class TokenRow:
-    """One training row: token ids and, for each, 1 where it is supervised (part of an answer)."""
-
-    row_id: str
-    category: str
-    token_ids: list[int]
-    loss_mask: list[int]
-    stop_reason: str | None
-    """How the last answer ended: the generator's word, "length" where it was cut (here or in
-    generation), None for a whole answer that came with the data."""
-
-    @property
-    def supervised(self) -> int:
-        """Number of supervised tokens."""
-        return sum(self.loss_mask)
-
-    @property
-    def coverage(self) -> float:
-        """Supervised fraction of the row, between 0 and 1."""
-        return self.supervised / len(self.token_ids)
-
-
-@dataclass
-class Audit:
-    """Sums over the conversations that were rendered; every field adds over files and ranks."""
-
-    conversations: int = 0
-    rows: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Rows that are gone, by reason; a conversation that was never split is one row."""
-    noted: Counter[str] = field(default_factory=Counter)
-    """Rows kept but cut, and conversations that were split, by reason."""
-
-    def keep(self, row: TokenRow) -> None:
-        self.rows += 1
-        self.tokens += len(row.token_ids)
-        self.supervised += row.supervised
-
-    def summary(self) -> str:
-        """Return one line: rows, supervised tokens, and every reason with its count."""
-        share = 100 * self.supervised / max(self.tokens, 1)
-        text = f"{self.rows} rows from {self.conversations} conversations, "
-        text += f"{self.supervised} of {self.tokens} tokens supervised ({share:.0f} %)"
-        for title, counts in (("dropped", self.dropped), ("noted", self.noted)):
-            if counts:
-                reasons = (f"{count} {reason}" for reason, count in counts.most_common())
-                text += f"; {title}: {', '.join(reasons)}"
-        return text
-
-
-class TemplateRefusal(ValueError):
-    """A conversation that this template cannot render safely; the message is the drop reason."""
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
@@ -95,25 +58,32 @@ class ChatTemplate:
                 "model or set tokenizer.chat_template"
             )
         self.tokenizer = tokenizer
-        yes = self._ids([PROBE, {"role": "assistant", "content": "yes"}], generation=False)
-        no = self._ids([PROBE, {"role": "assistant", "content": "no"}], generation=False)
+        self.source = str(tokenizer.get_chat_template())
+        self.mask_mode = "markers" if GENERATION.search(self.source) else "boundaries"
+        """Where the mask comes from: the template's markers, or rendering boundaries."""
+        yes = self._ids([PROBE, answer_of("yes")], generation=False)
+        no = self._ids([PROBE, answer_of("no")], generation=False)
         added = tokenizer.added_tokens_decoder
-        end_of_turn = next((token for token in _common_tail(yes, no) if token in added), None)
+        end_of_turn = next((token for token in common_tail(yes, no) if token in added), None)
         if end_of_turn is None:
             raise ValueError(
                 f"{name}: the chat template closes an answer with no special token; "
                 "add the end-of-sequence token to the template"
             )
+        if tokenizer.bos_token_id is not None and yes[:2] == [tokenizer.bos_token_id] * 2:
+            raise ValueError(f"{name}: the chat template begins with two BOS tokens; remove one")
         self.end_of_turn_id = end_of_turn
         self._end_of_turn = str(added[end_of_turn])
-        written = {str(added[token]) for token in yes if token in added and added[token].special}
-        self._markers = {self._end_of_turn, *written, *tokenizer.all_special_tokens}
+        self.special = {i: str(token) for i, token in added.items() if token.special}
+        probes = self._role_probes()
+        self._unheard = {role for role, text in probes.items() if WORD not in text}
+        self._markers = self._marker_pattern(yes, probes.values())
 
     @property
     def hash(self) -> str:
         """The 16 hex digits that identify the template text and the special ids."""
         special = sorted({*self.tokenizer.all_special_ids, self.end_of_turn_id})
-        what = [self.tokenizer.get_chat_template(), special, self.tokenizer.bos_token_id]
+        what = [self.source, special, self.tokenizer.bos_token_id]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
     def stop_ids(self, model_eos: Sequence[int]) -> list[int]:
@@ -143,11 +113,12 @@ class ChatTemplate:
         For every supervised answer, prompt_ids(the turns before it) is a prefix of its row. Where
         a later prompt renders an earlier answer differently (a template that strips reasoning, a
         tokenizer that merges header and answer) no single row can hold both, so a new row starts
-        there, and the ids become row_id-1, row_id-2. Turns after the last answer are left out.
+        there, and the ids become row_id-1, row_id-2. An empty answer is never supervised, and turns
+        after the last answer are left out.
         """
-        audit.conversations += 1
+        audit.see(messages, row_id)
         try:
-            spans = self._spans(messages)
+            spans = self._spans(messages, audit)
         except TemplateRefusal as refusal:
             audit.dropped[str(refusal)] += 1
             return []
@@ -157,7 +128,7 @@ class ChatTemplate:
             names = [f"{row_id}-{number}" for number in range(1, len(spans) + 1)]
         rows = []
         for name, (ids, mask) in zip(names, spans, strict=True):
-            row = _cut_row(TokenRow(name, category, ids, mask, None), max_length, audit)
+            row = cut_row(TokenRow(name, category, ids, mask, None), max_length, audit)
             rows += [row] if row else []
         return rows
 
@@ -178,7 +149,7 @@ class ChatTemplate:
         included if it emitted one. They are supervised as they are: nothing is tokenised again
         and no end of turn is added, so an answer cut by length never teaches one.
         """
-        audit.conversations += 1
+        audit.see(messages, row_id)
         try:
             prompt = self.prompt_ids(messages)
         except TemplateRefusal as refusal:
@@ -186,45 +157,58 @@ class ChatTemplate:
             return None
         mask = [0] * len(prompt) + [1] * len(answer_ids)
         row = TokenRow(row_id, category, prompt + list(answer_ids), mask, stop_reason)
-        return _cut_row(row, max_length, audit)
+        return cut_row(row, max_length, audit)
 
-    def _spans(self, messages: Sequence[Message]) -> list[tuple[list[int], list[int]]]:
+    def _spans(
+        self, messages: Sequence[Message], audit: Audit
+    ) -> list[tuple[list[int], list[int]]]:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise TemplateRefusal("without an assistant turn")
         self._refuse_markers(messages[: answers[-1] + 1])
+        told = [at for at in answers if says_something(messages[at])]
+        if not told:
+            raise TemplateRefusal(EMPTY)
         spans: list[tuple[list[int], list[int]]] = []
         ids: list[int] = []
         mask: list[int] = []
-        for at in answers:
-            prompt, inserted, answer = self._answer(messages[: at + 1])
+        for at in told:
+            prompt, answer, taught = self._answer(messages[: at + 1])
             if prompt[: len(ids)] != ids:
                 spans.append((ids, mask))
                 mask = []
-            mask = mask + [0] * (len(prompt) + len(inserted) - len(mask)) + [1] * len(answer)
-            ids = prompt + inserted + answer
+            mask = mask + [0] * (len(prompt) - len(mask)) + taught
+            ids = prompt + answer
+        if len(told) < len(answers):
+            audit.noted[UNTAUGHT] += 1
         return [*spans, (ids, mask)]
 
     def _answer(self, messages: Sequence[Message]) -> tuple[list[int], list[int], list[int]]:
-        """Return the prompt of the last answer, what the template inserts, and the answer.
-
-        The answer ends with the end of turn. Inserted is what precedes the content without being
-        part of it, such as an empty reasoning block.
-        """
-        prompt = self._ids(messages[:-1], generation=True)
+        """Return the prompt of the last answer, the ids up to its end of turn, and their mask."""
         prompt_text = self._text(messages[:-1], generation=True)
+        prompt = self._encode(prompt_text)
         text = self._text(messages, generation=False)
         if not text.startswith(prompt_text):
-            raise TemplateRefusal("with an answer that does not follow the generation prompt")
+            answer = self._encode(continued(prompt_text, messages[-1]))
+            return prompt, [*answer, self.end_of_turn_id], [1] * (len(answer) + 1)
         rest_text = text[len(prompt_text) :]
-        rest = self._continuation(prompt, self._ids(messages, generation=False), rest_text)
-        if self.end_of_turn_id not in rest:
+        if self._end_of_turn not in rest_text:
             raise TemplateRefusal("with an answer that the template does not close")
+        full = self._encode(text)
+        rest = self._continuation(prompt, full, rest_text)
+        # No content holds the end of turn (see _refuse_markers): the first one is the template's.
+        body = rest_text[: rest_text.index(self._end_of_turn)]
+        inserted = self._inserted(messages, prompt_text, body)
+        lead = self._encode(inserted)
+        rest = lead + self._continuation(lead, rest, rest_text[len(inserted) :])
         answer = rest[: rest.index(self.end_of_turn_id) + 1]
-        lead = self._lead(rest_text, messages[-1]["content"])
-        if answer[: len(lead)] != lead:
-            raise TemplateRefusal("with an answer that merges with what the template inserts")
-        return prompt, lead, answer[len(lead) :]
+        taught = [1] * len(answer)
+        if self.mask_mode == "markers":
+            taught = mask_of_rest(self._marked(messages), full, rest)[: len(answer)]
+            if not any(taught[len(lead) :]):
+                raise TemplateRefusal("with an answer that the template does not mark")
+            taught[-1] = max(taught[-2:])  # an end of turn just outside the markers is taught too
+        return prompt, answer, [0] * len(lead) + taught[len(lead) :]
 
     def _continuation(self, prompt: list[int], full: list[int], rest_text: str) -> list[int]:
         """Return the ids after the prompt, as a model that was given the prompt would emit them."""
@@ -232,58 +216,95 @@ class ChatTemplate:
             return full[len(prompt) :]
         # The tokenizer merges across the boundary (a newline with the first letter, say), which
         # generation never sees: it starts from the prompt's ids. Tokenise the answer by itself.
-        rest = self.tokenizer.encode(rest_text, add_special_tokens=False)
+        rest = self._encode(rest_text)
         if self.tokenizer.decode(prompt + rest) != self.tokenizer.decode(full):
             raise TemplateRefusal("with an answer that cannot be tokenised apart from its prompt")
         return rest
 
-    def _lead(self, rest_text: str, content: str) -> list[int]:
-        # No content holds the end of turn (see _refuse_markers): the first one is the template's.
-        rendered = rest_text[: rest_text.index(self._end_of_turn)].rstrip()
-        content = content.strip()
-        if not content or not rendered.endswith(content):
-            raise TemplateRefusal("with an answer that the template rewrites")
-        lead = rendered[: len(rendered) - len(content)]
-        return self.tokenizer.encode(lead, add_special_tokens=False) if lead.strip() else []
+    def _inserted(self, messages: Sequence[Message], prompt_text: str, body: str) -> str:
+        """Return what the template writes before any answer here, an empty reasoning block say."""
+        message = messages[-1]
+        plain = not (message.get("tool_calls") or message.get("reasoning_content"))
+        if plain and holds(body, message):
+            return ""
+        others = [
+            self._text([*messages[:-1], answer_of(word)], generation=False)
+            for word in ("yes", "no")
+        ]
+        lead = commonprefix(others)[len(prompt_text) :]
+        if lead.strip() and body.startswith(lead) and holds(body[len(lead) :], message):
+            return lead
+        if not holds(body, message):
+            what = "a tool call" if message.get("tool_calls") else "an answer"
+            raise TemplateRefusal(f"with {what} that the template rewrites or leaves out")
+        return ""
 
     def _refuse_markers(self, messages: Sequence[Message]) -> None:
         # The tokenizer would read the text of a marker as the marker itself: a false turn.
         for message in messages:
-            found = sorted(marker for marker in self._markers if marker in message["content"])
-            if found:
-                raise TemplateRefusal(f"with the special token {found[0]} inside a turn")
+            if message["role"] in self._unheard:
+                raise TemplateRefusal(f"with a {message['role']} turn that the template leaves out")
+            for text in texts_in(message):
+                found = self._markers.search(text)
+                if found:
+                    raise TemplateRefusal(f"with the special token {found[0]} inside a turn")
+
+    def _role_probes(self) -> dict[str, str]:
+        """Render a turn of every role that the template takes; a refusal comes row by row."""
+        rendered = {}
+        for role, messages in ROLE_PROBES.items():
+            try:
+                rendered[role] = self._text(messages, generation=True)
+            except TemplateRefusal:
+                continue
+        return rendered
+
+    def _marker_pattern(self, ids: list[int], probes: Iterable[str]) -> re.Pattern[str]:
+        """Return what finds the special tokens that make turns: those that the template writes."""
+        used = {token for text in probes for token in self._encode(text)} | set(ids)
+        markers = {self._end_of_turn, *self.tokenizer.all_special_tokens} - {""}
+        markers |= {text for i, text in self.special.items() if i in used or text in self.source}
+        return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
+
+    def _marked(self, messages: Sequence[Message]) -> list[int]:
+        encoding = self._apply(
+            messages, False, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return list(encoding["assistant_masks"])
 
     def _ids(self, messages: Sequence[Message], *, generation: bool) -> list[int]:
-        return self._apply(messages, generation, tokenize=True, return_dict=False)
+        return self._encode(self._text(messages, generation=generation))
+
+    def _encode(self, text: str) -> list[int]:
+        # The template writes BOS itself where it wants one.
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
 
     def _text(self, messages: Sequence[Message], *, generation: bool) -> str:
         return self._apply(messages, generation, tokenize=False)
 
-    def _apply(self, messages: Sequence[Message], generation: bool, **how: bool) -> list[int] | str:
+    def _apply(self, messages: Sequence[Message], generation: bool, **how: bool) -> Any:
+        # A null would be written as the word None by many templates.
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=generation, **how
+                given, add_generation_prompt=generation, **how
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: an expression inside the template
             raise TemplateRefusal(f"refused by the chat template ({error})") from error
 
 
-def _common_tail(left: list[int], right: list[int]) -> list[int]:
-    pairs = zip(reversed(left), reversed(right), strict=False)
-    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][::-1]
-
-
-def _cut_row(row: TokenRow, max_length: int, audit: Audit) -> TokenRow | None:
+def cut_row(row: TokenRow, max_length: int, audit: Audit) -> TokenRow | None:
     """Return the row cut to `max_length` tokens, or None when no supervised token is left."""
     if max_length < 1:
         raise ValueError(f"max_length={max_length}: need at least one token")
     cut = len(row.token_ids) > max_length
     if cut:
+        audit.cut_away += sum(row.loss_mask[max_length:])
         row.token_ids = row.token_ids[:max_length]
         row.loss_mask = row.loss_mask[:max_length]
         row.stop_reason = "length"
     if not any(row.loss_mask):
-        audit.dropped[TRUNCATED if cut else "with an empty answer"] += 1
+        audit.dropped[TRUNCATED if cut else EMPTY] += 1
         return None
     if cut:
         audit.noted[CUT] += 1

@@ -1,6 +1,5 @@
 """Arms of a benchmark: trained heads, each paired with the tree it drafts, ready to decode."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,15 +7,12 @@ from pathlib import Path
 import torch
 
 from headstart.eval.engine.drafters.base import Drafter
-from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
-from headstart.eval.engine.drafters.head import HeadDrafter
-from headstart.eval.engine.dynamic_tree import DynamicShape
+from headstart.eval.engine.drafters.build import head_drafter
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.result import LOSSLESS_SCHEMES, DrafterInfo
 from headstart.eval.settings import TreeConfig
-from headstart.heads.base import DraftHead, HeadConfig, build_head
+from headstart.heads.base import HeadConfig, build_head
 from headstart.heads.checkpoint import HeadInfo, check_pairing, load_head
-from headstart.heads.parts import TargetParts
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
 
@@ -117,22 +113,6 @@ def _labels(checkpoints: Sequence[Path]) -> list[str]:
             return labels
     repeated = next(path for path in checkpoints if list(checkpoints).count(path) > 1)
     raise ValueError(f"checkpoint {repeated} is given twice; drop one")
-
-
-def head_drafter(
-    head: DraftHead, parts: TargetParts, tree: TreeConfig, sampling: SamplingConfig
-) -> HeadDrafter | DynamicHeadDrafter:
-    """Make the drafter of a head and a tree. Raises ValueError where the two do not fit."""
-    shape = tree.shape()
-    if isinstance(shape, DynamicShape):
-        return DynamicHeadDrafter(head, parts, shape)
-    if tree.children == "sampled" and sampling.temperature == 0:
-        warnings.warn(
-            "tree.children=sampled has no effect with sampling.temperature=0; raise the "
-            "temperature or use top_k",
-            stacklevel=3,
-        )
-    return HeadDrafter(head, parts, shape, sampling=sampling, children=tree.children)
 
 
 def _describe(

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.data.conversations import Message, read_conversations
+from headstart.data.conversations import Message
 from headstart.data.prompts import generate_prompts
+from headstart.data.source import read_conversations
 from headstart.data.template import ChatTemplate, TemplateRefusal
 from headstart.eval.engine.decode import Request
 from headstart.eval.settings import EvalConfig

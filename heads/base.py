@@ -95,6 +95,7 @@ class FeatureBatch:
     """Rows of tokens with the target's features, made online or read from a store.
 
     document_BT numbers packed documents and is -1 on padding; positions restart with a document.
+    row_ids_B names the rows in order: more than B of them where several are packed in one.
     logsumexp_BT and argmax_BT are of the target's logits at each position, over all V tokens.
     """
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from fixtures_chat import chat_tokenizer
+from fixtures_chat import IM_END, chat_tokenizer
 from models import target_of, tiny_model
 from torch import Tensor, nn
 
@@ -32,10 +32,29 @@ def chat_target(layers: int = 2) -> Target:
     return target_of(model, chat_tokenizer(), name="tiny-chat")
 
 
-def save_target(directory: Path, layers: int = 2) -> Path:
-    """Write that target as `target=hf target.path=DIRECTORY` reads it."""
-    chat_target(layers).model.save_pretrained(directory)
-    chat_target(layers).tokenizer.save_pretrained(directory)
+@cache
+def talking_target(seed: int = 0) -> Target:
+    """Wrap a random Llama that, greedily, says printable ASCII and ends most answers by itself.
+
+    Its text therefore tokenises back to the tokens it emitted.
+    """
+    tokenizer = chat_tokenizer()
+    model = tiny_model(seed=seed, layers=2, vocab=CHAT_VOCAB, max_position_embeddings=2048)
+    says = [tokenizer.convert_tokens_to_ids(chr(byte)) for byte in range(ord("!"), ord("~") + 1)]
+    with torch.no_grad():
+        # A logit of 0 is never the best of many; a longer row wins more often.
+        silent = torch.ones(CHAT_VOCAB, dtype=torch.bool)
+        silent[[*says, IM_END]] = False
+        model.lm_head.weight[silent] = 0.0
+        model.lm_head.weight[IM_END] *= 2.0
+    return target_of(model, tokenizer, name="tiny-talking")
+
+
+def save_target(directory: Path, layers: int = 2, target: Target | None = None) -> Path:
+    """Write chat_target, or another, as `target=hf target.path=DIRECTORY` reads it."""
+    target = target or chat_target(layers)
+    target.model.save_pretrained(directory)
+    target.tokenizer.save_pretrained(directory)
     return directory
 
 

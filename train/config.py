@@ -25,6 +25,9 @@ class TrainConfig:
     """Rows a micro-batch."""
     accumulation: int = 1
     """Micro-batches an optimizer step."""
+    pack_tokens: int | None = None
+    """Tokens of a packed row, in which short rows lie end to end; batch_rows then counts packed
+    rows. null pads rows of like length instead."""
     max_steps: int | None = 1000
     """Optimizer steps; null when only time bounds the run."""
     max_seconds: float | None = None
@@ -33,6 +36,8 @@ class TrainConfig:
     """bf16: autocast over fp32 master weights; fp32: everything in fp32."""
     features: str = "captured"
     """captured: the target runs once over all rows; online: in every step."""
+    workers: int = 1
+    """Threads that read captured features ahead; 0, or features=online: read in the step."""
     eval_every: int = 0
     """Optimizer steps between held-out evaluations; 0 evaluates at the end only."""
     eval_rows: int = 64
@@ -51,6 +56,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _positive(self, "lr", "clip", "batch_rows", "accumulation", "log_every")
         _positive(self, "eval_rows", "eval_new_tokens")
+        if self.pack_tokens is not None:
+            _positive(self, "pack_tokens")
+        _not_negative(self, "workers")
         _not_negative(
             self, "weight_decay", "eval_every", "save_every", "eval_prompts", "warmup", "decay"
         )

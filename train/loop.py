@@ -1,8 +1,8 @@
 """The training loop: batches, one visible step, evaluation, checkpoints.
 
 The loss of a step is a sum over all its micro-batches divided by the count of supervised tokens in
-all of them: never a mean of means. The last window of an epoch may be shorter and is divided by its
-own count.
+all of them: never a mean of means. The last window of an epoch is filled up with micro-batches
+whose loss does not count, and is divided by the count of the others.
 """
 
 import json
@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from headstart.data.batching import batches_forever
+from headstart.data.ahead import read_ahead
+from headstart.data.batching import Dealing, MicroBatch, steps_forever
 from headstart.data.features import FeatureSource
 from headstart.heads.base import DraftHead, FeatureBatch
 from headstart.heads.parts import TargetParts
@@ -86,14 +87,14 @@ def train_head(
     )
     head, optimizer = accelerator.prepare(head, optimizer)
     generator = torch.Generator(accelerator.device).manual_seed(config.seed)
-    progress, windows = Progress(), _windows(source, config)
+    progress, steps = Progress(), _loaded_steps(source, config, accelerator)
     bar = tqdm(total=1.0, desc="train", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
     head.train()
     try:
         while progress.fraction(config) < 1:
             start = time.perf_counter()
-            epoch, window = next(windows)
-            batches = [source.batch(rows).to(accelerator.device) for rows in window]
+            (epoch, window), batches = next(steps)
+            batches = [batch.to(accelerator.device) for batch in batches]
             loaded, lr = time.perf_counter(), rate(progress.fraction(config, 0.5), config)
             loss, norm = train_step(
                 head,
@@ -111,7 +112,8 @@ def train_head(
                     f"step {progress.step + 1}: loss {loss}, gradient norm {norm} (rows {rows}); "
                     "lower train.lr"
                 )
-            _count(progress, epoch, batches, start, loaded)
+            counted = [b for b, micro in zip(batches, window, strict=True) if not micro.filler]
+            _count(progress, epoch, counted, start, loaded)
             _report(progress, config, loss, norm, lr, metrics_path, bar)
             if config.save_every and progress.step % config.save_every == 0:
                 hooks.save(accelerator.unwrap_model(head), progress)
@@ -127,6 +129,7 @@ def train_head(
         hooks.save(accelerator.unwrap_model(head), progress)
         raise
     finally:
+        steps.close()
         bar.close()
     return progress
 
@@ -199,14 +202,30 @@ def heldout_figures(
     return figures
 
 
-def _windows(source: FeatureSource, config: TrainConfig) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yield (epoch, the micro-batches of one optimizer step); windows end with their epoch."""
-    window: list[list[int]] = []
-    for epoch, last, rows in batches_forever(source.lengths, config.batch_rows, seed=config.seed):
-        window.append(rows)
-        if last or len(window) == config.accumulation:
-            yield epoch, window
-            window = []
+def _loaded_steps(source: FeatureSource, config: TrainConfig, accelerator: Accelerator) -> Iterator:
+    """Yield ((epoch, micro-batches), their features) of one optimizer step after the other."""
+    dealing = Dealing(
+        config.batch_rows,
+        config.accumulation,
+        config.seed,
+        config.pack_tokens,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
+
+    def load(step: tuple[int, list[MicroBatch]]) -> list[FeatureBatch]:
+        return [_features(source, micro) for micro in step[1]]
+
+    # The target is not run beside the step: evaluation uses it too, and its taps are hooks.
+    workers = config.workers if config.features == "captured" else 0
+    return read_ahead(steps_forever(source.lengths, dealing), load, workers)
+
+
+def _features(source: FeatureSource, micro: MicroBatch) -> FeatureBatch:
+    batch = source.batch(micro.rows)
+    if micro.filler:
+        batch = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
+    return batch
 
 
 def _global_sums(accelerator: Accelerator, counts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -228,7 +247,7 @@ def _count(
     progress.step += 1
     progress.epoch = epoch
     for batch in batches:
-        progress.rows += len(batch.tokens_BT)
+        progress.rows += int((batch.document_BT.amax(1) + 1).sum())
         progress.tokens += int((batch.document_BT >= 0).sum())
         progress.supervised_tokens += int(batch.loss_mask_BT.sum())
     progress.seconds += now - start

@@ -14,7 +14,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from omegaconf import MISSING
 
-from headstart.data.features import FeatureSource, OnlineFeatures
+from headstart.data.features import FeatureSource, OnlineFeatures, PackedFeatures
+from headstart.data.packing import check_fits
 from headstart.data.rows import RowsMeta, check_rows, read_meta, read_rows, rows_hash
 from headstart.data.store import FeatureStore, capture, capture_key
 from headstart.data.template import ChatTemplate, TokenRow
@@ -68,10 +69,14 @@ def train(target: Target, config: TrainRun) -> Progress:
     accelerator = make_accelerator(config.train.precision, target.device)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
+    if config.train.pack_tokens is not None:
+        check_fits(rows, config.train.pack_tokens)
     head, start = new_head(config.head, target, rows)
     if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
         head_drafter(head, target.parts, config.tree, SamplingConfig())
     source = feature_source(target, rows, config, meta.template_hash, head.aux_features)
+    if config.train.pack_tokens is not None:
+        source = PackedFeatures(source, config.train.pack_tokens)
     evaluate = _Evaluation(target, config, heldout, accelerator, head.aux_features)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -127,7 +132,7 @@ def make_accelerator(precision: str, device: torch.device) -> Accelerator:
     return Accelerator(mixed_precision=PRECISIONS[precision], cpu=device.type == "cpu")
 
 
-def load_rows(directory: str, target: Target) -> tuple[list[TokenRow], RowsMeta]:
+def load_rows(directory: str, target: Target) -> tuple[Sequence[TokenRow], RowsMeta]:
     """Read rows and refuse those of another tokenizer or chat template."""
     rows, meta = read_rows(Path(directory))
     check_rows(rows, target.shape.vocab_size)
@@ -146,7 +151,7 @@ def load_rows(directory: str, target: Target) -> tuple[list[TokenRow], RowsMeta]
     return rows, meta
 
 
-def draft_vocab(rows: list[TokenRow], size: int | None, target: Target) -> DraftVocab | None:
+def draft_vocab(rows: Sequence[TokenRow], size: int | None, target: Target) -> DraftVocab | None:
     """Pick the draft vocabulary from the supervised tokens of the training rows.
 
     Rows of the model without a token of the tokenizer are never picked, whatever the rows hold.
@@ -174,7 +179,7 @@ def draft_vocab(rows: list[TokenRow], size: int | None, target: Target) -> Draft
 
 
 def new_head(
-    config: HeadConfig, target: Target, rows: list[TokenRow]
+    config: HeadConfig, target: Target, rows: Sequence[TokenRow]
 ) -> tuple[DraftHead, dict[str, Any] | None]:
     """Make the head, and say what it starts from: None for fresh weights and vocabulary.
 
@@ -222,7 +227,7 @@ def _own_options(config: HeadConfig, target: Target) -> HeadConfig:
 
 def feature_source(
     target: Target,
-    rows: list[TokenRow],
+    rows: Sequence[TokenRow],
     config: TrainRun,
     template_hash: str,
     taps: Sequence[int] = (),
@@ -252,7 +257,7 @@ class _Evaluation:
         self,
         target: Target,
         config: TrainRun,
-        heldout: list[TokenRow],
+        heldout: Sequence[TokenRow],
         accelerator: Accelerator,
         taps: Sequence[int],
     ) -> None:
@@ -293,7 +298,7 @@ class _Evaluation:
         )
 
 
-def _spread(rows: list[TokenRow], count: int) -> list[TokenRow]:
+def _spread(rows: Sequence[TokenRow], count: int) -> Sequence[TokenRow]:
     """Take `count` rows evenly over all of them: they are sorted by id, so by family."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]

@@ -10,7 +10,10 @@ from fixtures_chat import (
     chat_tokenizer,
     merging_chat_tokenizer,
 )
+from models import target_of, tiny_model
+from training import CHAT_VOCAB
 
+from headstart.data.features import make_features
 from headstart.data.template import Audit, ChatTemplate, TemplateRefusal, TokenRow
 
 
@@ -99,7 +102,7 @@ def test_an_answer_that_the_template_rewrites_is_dropped_with_a_reason_p03():
     upper = CHATML.replace("message['content']", "message['content'].upper()")
     rows, audit = rows_of(ChatTemplate(chat_tokenizer(upper)), chat("x", "d"))
     assert rows == []
-    assert audit.dropped == {"with an answer that the template rewrites": 1}
+    assert audit.dropped == {"with an answer that the template rewrites or leaves out": 1}
 
 
 def test_a_merge_of_header_and_answer_leaves_the_prompt_a_prefix_p04():
@@ -153,6 +156,16 @@ def test_all_paths_start_with_exactly_one_bos_p05():
         assert ids.count(BOS) == 1
     assert made.token_ids == row.token_ids
     assert made.loss_mask == row.loss_mask
+
+
+def test_capture_sees_the_ids_of_the_row_p05():
+    tokenizer = bos_chat_tokenizer()
+    target = target_of(tiny_model(layers=2, vocab=CHAT_VOCAB), tokenizer)
+    (row,), _ = rows_of(ChatTemplate(tokenizer), chat("hi", "yo"))
+    batch = make_features(target, [row], [0])
+    assert batch.tokens_BT.tolist() == [row.token_ids]
+    assert batch.loss_mask_BT.tolist() == [[bool(on) for on in row.loss_mask]]
+    assert batch.tokens_BT[0].tolist().count(BOS) == 1
 
 
 def hundred_token_prompt(template: ChatTemplate) -> list[dict[str, str]]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from training import Line, chat_target, numbers_batch, random_rows, token_row
 
+from headstart.data.batching import Dealing, steps_forever
 from headstart.data.features import OnlineFeatures, make_features
 from headstart.data.rows import RowsMeta, RowsWriter
 from headstart.data.template import ChatTemplate, TokenRow
@@ -137,11 +139,16 @@ def test_p26_ten_micro_batches_by_fours_are_three_steps_with_their_own_counts(tm
     progress = train_line(source, tmp_path, max_steps=3, accumulation=4, lr=1e-12)
     assert progress.step == 3
     assert progress.epoch == 0
-    assert sorted(i for rows in source.asked for i in rows) == list(range(10))
-    windows = [source.asked[0:4], source.asked[4:8], source.asked[8:10]]
-    for window, loss in zip(windows, metrics(tmp_path, "train/loss"), strict=True):
+    windows = [window for _, window in islice(steps_forever(source.lengths, Dealing(1, 4)), 3)]
+    counted = [[m.rows for m in window if not m.filler] for window in windows]
+    assert sorted(i for window in counted for (i,) in window) == list(range(10))
+    assert sorted(map(len, counted)) == [2, 4, 4]
+    for window, loss in zip(counted, metrics(tmp_path, "train/loss"), strict=True):
         tokens = [token for (row,) in window for token in source.rows[row]]
         assert loss == pytest.approx(sum(tokens) / len(tokens), rel=1e-6)
+    # The two micro-batches that fill up the short window are nowhere in the sums.
+    assert progress.rows == 10
+    assert progress.tokens == sum(source.lengths)
 
 
 def test_p26_the_schedule_moves_once_a_step(tmp_path):
@@ -336,6 +343,22 @@ def test_online_and_captured_features_train_the_same_head(job):
     train(chat_target(), job)
     online, _ = load_head(Path(job.out) / "head")
     assert_same(dict(captured.named_parameters()), dict(online.named_parameters()))
+
+
+@pytest.mark.parametrize("features", ["online", "captured"])
+def test_a_run_on_packed_rows_sees_every_row_once_an_epoch(job, features):
+    job.train.features, job.train.pack_tokens, job.train.batch_rows = features, 32, 1
+    progress = train(chat_target(), job)  # 5 rows of 4 to 24 tokens are more than two packed rows
+    assert progress.epoch == 0
+    assert 2 <= progress.rows <= 5
+    assert progress.tokens <= 2 * 32
+
+
+def test_a_row_longer_than_pack_tokens_is_refused_before_training(job):
+    job.train.pack_tokens = 8
+    with pytest.raises(ValueError, match=r"train.pack_tokens=8: row row-00\d has \d+ tokens"):
+        train(chat_target(), job)
+    assert not Path(job.out).exists()
 
 
 def test_a_features_directory_that_online_training_ignores_is_told(job):

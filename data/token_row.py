@@ -1,0 +1,26 @@
+"""The training row that everything after rendering speaks of: token ids and their loss mask."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TokenRow:
+    """One training row: token ids and, for each, 1 where it is supervised (part of an answer)."""
+
+    row_id: str
+    category: str
+    token_ids: list[int]
+    loss_mask: list[int]
+    stop_reason: str | None
+    """How the last answer ended: the generator's word, "length" where it was cut (here or in
+    generation), None for a whole answer that came with the data."""
+
+    @property
+    def supervised(self) -> int:
+        """Number of supervised tokens."""
+        return sum(self.loss_mask)
+
+    @property
+    def coverage(self) -> float:
+        """Supervised fraction of the row, between 0 and 1."""
+        return self.supervised / len(self.token_ids)
