@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headstart.data.template import TokenRow
 from headstart.heads.base import FeatureBatch
+from headstart.heads.chunks import PIECE, PIECE_CPU, slices
 from headstart.heads.parts import ReadOut, TargetParts
 from headstart.heads.target import Target
 
@@ -23,6 +24,8 @@ class FeatureSource(Protocol):
     parts: TargetParts
     lengths: list[int]
     """Tokens of each row."""
+    ahead: int
+    """Windows of batches that are worth making ahead, in a thread beside the training step."""
 
     def batch(self, indices: Sequence[int]) -> FeatureBatch:
         """Return these rows with their features, right-padded to the longest."""
@@ -30,6 +33,8 @@ class FeatureSource(Protocol):
 
 class OnlineFeatures:
     """Runs the target whenever rows are asked for."""
+
+    ahead = 0  # the target has no idle device to run on
 
     def __init__(self, target: Target, rows: Sequence[TokenRow], taps: Sequence[int] = ()) -> None:
         self.target, self.rows, self.taps = target, list(rows), tuple(taps)
@@ -43,15 +48,25 @@ class OnlineFeatures:
 
 @torch.no_grad()
 def make_features(
-    target: Target, rows: Sequence[TokenRow], row_ids: Sequence[int], taps: Sequence[int] = ()
+    target: Target,
+    rows: Sequence[TokenRow],
+    row_ids: Sequence[int],
+    taps: Sequence[int] = (),
+    *,
+    rounded: torch.dtype | None = None,
 ) -> FeatureBatch:
-    """Run the target over right-padded rows and return their features."""
+    """Run the target over right-padded rows and return their features.
+
+    `rounded` is the type that the last state will be stored in: the teacher's statistics are then
+    those of the state that a reader will see.
+    """
     device = target.device
     tokens_BT = _padded([row.token_ids for row in rows], 0).to(device)
     mask_BT = _padded([row.loss_mask for row in rows], 0).bool().to(device)
     lengths_B = torch.tensor([len(row.token_ids) for row in rows], device=device)
     output = target.forward(tokens_BT, taps=taps)
-    logsumexp_BT, argmax_BT = teacher_statistics(output.hidden_BTD, mask_BT, target.parts.readout)
+    hidden_BTD = output.hidden_BTD.to(rounded or target.dtype).to(target.dtype)
+    logsumexp_BT, argmax_BT = teacher_statistics(hidden_BTD, mask_BT, target.parts.readout)
     positions_T = torch.arange(tokens_BT.shape[1], device=device)
     return FeatureBatch(
         tokens_BT,
@@ -82,10 +97,20 @@ def teacher_statistics(
     rows, positions = teaches_BT.nonzero(as_tuple=True)
     for start in range(0, len(rows), READOUT_CHUNK):
         index = (rows[start : start + READOUT_CHUNK], positions[start : start + READOUT_CHUNK])
-        logits_NV = readout(hidden_BTD[index])
-        argmax_BT[index] = logits_NV.argmax(-1)
-        logsumexp_BT[index] = logits_NV.float().logsumexp(-1)
+        logsumexp_BT[index], argmax_BT[index] = _statistics(readout(hidden_BTD[index]))
     return logsumexp_BT, argmax_BT
+
+
+def _statistics(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-normaliser and best token of a few positions at a time, while they are cached."""
+    N, V = logits_NV.shape
+    limit = PIECE_CPU if logits_NV.device.type == "cpu" else PIECE
+    logsumexps, best = [], []
+    for part in slices(N, limit // V):
+        piece_NV = logits_NV[part].float()
+        logsumexps.append(piece_NV.logsumexp(-1))
+        best.append(piece_NV.argmax(-1))
+    return torch.cat(logsumexps), torch.cat(best)
 
 
 def _padded(lists: Sequence[Sequence[int]], value: int) -> Tensor:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 from headstart.data.batching import batches_forever
 from headstart.data.features import FeatureSource
+from headstart.data.prefetch import made_ahead
 from headstart.heads.base import DraftHead, FeatureBatch
 from headstart.heads.parts import TargetParts
 from headstart.train.config import TrainConfig, rate
@@ -82,14 +84,15 @@ def train_head(
     )
     head, optimizer = accelerator.prepare(head, optimizer)
     generator = torch.Generator(accelerator.device).manual_seed(config.seed)
-    progress, windows = Progress(), _windows(source, config)
+    progress = Progress()
+    windows = made_ahead(_windows(source, config), partial(_batches, source), source.ahead)
     bar = tqdm(total=1.0, desc="train", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
     head.train()
     try:
         while progress.fraction(config) < 1:
             start = time.perf_counter()
-            epoch, window = next(windows)
-            batches = [source.batch(rows).to(accelerator.device) for rows in window]
+            (epoch, _), batches = next(windows)
+            batches = [batch.to(accelerator.device) for batch in batches]
             loaded, lr = time.perf_counter(), rate(progress.fraction(config, 0.5), config)
             loss, norm = train_step(
                 head,
@@ -123,6 +126,7 @@ def train_head(
         hooks.save(accelerator.unwrap_model(head), progress)
         raise
     finally:
+        windows.close()
         bar.close()
     return progress
 
@@ -203,6 +207,10 @@ def _windows(source: FeatureSource, config: TrainConfig) -> Iterator[tuple[int, 
         if last or len(window) == config.accumulation:
             yield epoch, window
             window = []
+
+
+def _batches(source: FeatureSource, window: tuple[int, list[list[int]]]) -> list[FeatureBatch]:
+    return [source.batch(rows) for rows in window[1]]
 
 
 def _global_sums(accelerator: Accelerator, counts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -80,6 +80,7 @@ class Numbers:
     """A source of rows of which Line's losses can be read off."""
 
     parts = chat_target().parts
+    ahead = 0
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self.rows, self.lengths = rows, [len(row) for row in rows]

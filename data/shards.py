@@ -1,0 +1,108 @@
+"""The files of a feature store: shards, the target's parts, and the index that is written last.
+
+plan.json             the key, before the first shard: a capture taken up must have the same
+parts.safetensors     the target's embedding and read-out
+NAME-00000.safetensors  rows end to end; its header holds row ids and a hash of its tensors
+index.json            the key, and each shard's hash, rows and their lengths
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.files import atomic_path, read_json
+
+INDEX, PLAN, PARTS = "index.json", "plan.json", "parts.safetensors"
+FORMAT = 2
+"""Raised whenever an older store cannot be read any more."""
+PIECE = 1 << 26  # bytes hashed at once, so that one shard is never in memory twice
+
+
+def content_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of names, types, shapes and bytes of tensors, in the order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        data = tensor.flatten().view(torch.uint8).numpy()
+        for start in range(0, len(data), PIECE):
+            digest.update(data[start : start + PIECE])
+    return digest.hexdigest()
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor], row_ids: Sequence[str]) -> None:
+    """Write a shard atomically, with what says whether it is whole."""
+    header = {"sha256": content_hash(tensors), "row_ids": json.dumps(list(row_ids))}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata=header)
+
+
+def read_shard(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors of a shard, memory-mapped, and the ids of its rows."""
+    header = read_header(path)
+    with _opened(path) as stored:
+        return {name: stored.get_tensor(name) for name in stored.keys()}, json.loads(
+            header["row_ids"]
+        )
+
+
+def read_header(path: Path) -> dict[str, str]:
+    """Return what `write_shard` noted. Raises an error naming a shard that is gone or damaged."""
+    with _opened(path) as stored:
+        header = stored.metadata() or {}
+    if not {"sha256", "row_ids"} <= header.keys():
+        raise ValueError(f"{path}: not a shard of this headstart; delete it and capture again")
+    return header
+
+
+class _opened:
+    """safe_open, with errors that name the file and the cure."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such shard; capture again")
+        try:
+            self._file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path}: damaged ({error}); delete it and capture again") from error
+
+    def __enter__(self) -> Any:
+        return self._file.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+
+def read_index(directory: Path) -> dict[str, Any]:
+    """Return index.json.
+
+    Raises FileNotFoundError for a store that was never finished, ValueError for an older one.
+    """
+    index = read_json(directory / INDEX)
+    if index.get("format") != FORMAT:
+        raise ValueError(
+            f"{directory / INDEX}: format {index.get('format')}, this headstart reads {FORMAT}; "
+            "delete the store and capture again"
+        )
+    return index
+
+
+def key_there(directory: Path) -> dict[str, Any] | None:
+    """Return the key of the store in a directory, finished or not; None when there is none."""
+    if (directory / INDEX).is_file():
+        return read_index(directory)["key"]
+    plan = directory / PLAN
+    return read_json(plan)["key"] if plan.is_file() else None
+
+
+def shards_of(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield each shard's path and what the index says of it."""
+    for shard in read_index(directory)["shards"]:
+        yield directory / shard["file"], shard
