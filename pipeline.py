@@ -24,7 +24,7 @@ from headstart.data.capture import capture
 from headstart.data.generate import GenerateConfig, generate
 from headstart.data.rows import read_rows
 from headstart.data.source import DataConfig, source_settings
-from headstart.data.store_writer import bytes_per_token
+from headstart.data.store_job import bytes_per_token
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import refuse_misfits
 from headstart.eval.bench import evaluate_heads

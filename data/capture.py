@@ -17,7 +17,8 @@ from headstart.data.codec import KINDS, LAST, Codec, aux_name
 from headstart.data.features import make_features
 from headstart.data.import_cache import import_cache
 from headstart.data.rows import RowsMeta, read_rows
-from headstart.data.store_writer import Pass, StoreJob, write_store
+from headstart.data.store_job import Pass, StoreJob
+from headstart.data.store_writer import write_store
 from headstart.data.template import TokenRow
 from headstart.heads.base import FeatureBatch
 from headstart.heads.load import TargetConfig, load_target

@@ -17,7 +17,8 @@ from headstart.data.cache_files import CachedRows, read_cache
 from headstart.data.codec import LAST, Codec, aux_name
 from headstart.data.features import teacher_statistics
 from headstart.data.rows import RowsMeta, RowsWriter, read_rows
-from headstart.data.store_writer import Pass, StoreJob, ranks, write_store
+from headstart.data.store_job import Pass, StoreJob
+from headstart.data.store_writer import ranks, write_store
 from headstart.data.template import ChatTemplate, TokenRow
 from headstart.heads.target import Target
 

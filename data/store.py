@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.data.codec import LAST, Codec, aux_name
 from headstart.data.shards import PARTS, read_index, read_shard
+from headstart.data.store_job import COLUMNS
 from headstart.data.store_key import AUX, refuse_other
-from headstart.data.store_writer import COLUMNS
 from headstart.heads.base import FeatureBatch
 from headstart.heads.parts import TargetParts
 

@@ -5,16 +5,12 @@ all they share. A shard is encoded, hashed and written by a thread while the nex
 Shapes: N tokens of some rows end to end.
 """
 
-import hashlib
-import json
 import logging
 import os
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from headstart import __version__
-from headstart.data.codec import LAST, Codec, aux_name, is_state, unstorable
-from headstart.data.rows import RowsMeta, check_rows
+from headstart.data.codec import is_state, unstorable
 from headstart.data.shards import (
     FORMAT,
     INDEX,
@@ -35,76 +30,19 @@ from headstart.data.shards import (
     read_header,
     write_shard,
 )
-from headstart.data.store_key import AUX, capture_key, refuse_other
-from headstart.data.template import TokenRow
-from headstart.files import check_free_space, write_json
+from headstart.data.store_job import COLUMNS, StoreJob, plan_shards, tell_size
+from headstart.data.store_key import refuse_other
+from headstart.files import write_json
 from headstart.heads.parts import TargetParts
-from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
-SHARD_ROWS, SHARD_BYTES = 256, 1 << 29  # a shard in the making is in memory
 QUEUE = 4  # passes that wait for the writing thread
 STALL_SECONDS = 1800  # without a new shard of another rank: it has died
-COLUMNS = {
-    "tokens": torch.int32,
-    "loss_mask": torch.bool,
-    "logsumexp": torch.float32,
-    "argmax": torch.int32,
-}
-"""What a token has beside its states, and the type it is stored in."""
-
-Pass = tuple[Sequence[int], dict[str, Tensor]]
-"""Rows, and their columns and states [N, ..] end to end."""
 
 
-@dataclass
-class StoreJob:
-    """What a store is made of: its key, the length and id of each row, and what makes features."""
-
-    target: Target
-    key: dict[str, Any]
-    codec: Codec
-    lengths: Sequence[int]
-    row_ids: Sequence[str]
-    make: Callable[[list[int]], Iterator[Pass]]
-    """Yields the rows of a shard in the order given, a few at a time."""
-
-    @classmethod
-    def of(
-        cls,
-        target: Target,
-        rows: Sequence[TokenRow],
-        meta: RowsMeta,
-        taps: Sequence[int],
-        dtype: str,
-        make: Callable[[list[int]], Iterator[Pass]],
-    ) -> "StoreJob":
-        """Plan a store of rows.
-
-        Raises ValueError for token ids outside the vocabulary and taps outside the layers.
-        """
-        check_rows(rows, target.shape.vocab_size)
-        target.check_taps(taps)
-        codec = Codec.of(dtype, target.dtype)
-        if dtype == "fp8" and not taps:
-            warnings.warn(
-                "dtype=fp8 has no effect without aux: the last state, the teacher, keeps 16 bits",
-                stacklevel=3,
-            )
-        key = capture_key(target, rows, meta, taps, stored_as=codec.kind)
-        lengths, row_ids = [], []
-        for row in rows:
-            lengths.append(len(row.token_ids))
-            row_ids.append(row.row_id)
-        return cls(target, key, codec, lengths, row_ids, make)
-
-
-def bytes_per_token(target: Target, taps: Sequence[int], dtype: str = "target") -> int:
-    """Return what a store holds for one token: its states, and 13 bytes."""
-    codec = Codec.of(dtype, target.dtype)
-    names = [LAST, *(aux_name(s) for s in taps)]
-    states = sum(codec.bytes_per_token(name, target.shape.hidden_size) for name in names)
-    return states + sum(dtype.itemsize for dtype in COLUMNS.values())
+def ranks() -> tuple[int, int]:
+    """Return this process's rank and the number of processes, as torchrun sets them."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def write_store(job: StoreJob, directory: Path) -> None:
@@ -120,9 +58,8 @@ def write_store(job: StoreJob, directory: Path) -> None:
         refuse_other(there, job.key, what=str(directory), cure=cure)
     shards = plan_shards(job)
     rank, world = ranks()
-    size = sum(_tokens(job, rows) for f, rows in shards.items() if not (directory / f).exists())
-    size *= (each := bytes_per_token(job.target, job.key[AUX], job.codec.kind))
-    _tell_size(job, directory, size, each)
+    missing = [rows for f, rows in shards.items() if not (directory / f).exists()]
+    tell_size(job, directory, [row for rows in missing for row in rows])
     write_json(directory / PLAN, {"key": job.key})
     started = time.perf_counter()
     if rank == 0:
@@ -136,51 +73,10 @@ def write_store(job: StoreJob, directory: Path) -> None:
     _write_index(job, directory, shards, seconds)
 
 
-def plan_shards(job: StoreJob) -> dict[str, list[int]]:
-    """Return file -> the rows that it holds, sorted by length: a pass wastes little on padding."""
-    order = sorted(range(len(job.lengths)), key=lambda i: (job.lengths[i], job.row_ids[i]))
-    each = bytes_per_token(job.target, job.key[AUX], job.codec.kind)
-    parts: list[list[int]] = [[]]
-    room = SHARD_BYTES
-    for row in order:
-        need = job.lengths[row] * each
-        if parts[-1] and (len(parts[-1]) == SHARD_ROWS or need > room):
-            parts.append([])
-            room = SHARD_BYTES
-        parts[-1].append(row)
-        room -= need
-    # The cut into shards is part of the name: what an older version cut otherwise is not taken up.
-    made = json.dumps([FORMAT, job.key, [len(part) for part in parts]], sort_keys=True)
-    name = hashlib.sha256(made.encode()).hexdigest()[:8]
-    return {f"{name}-{number:05d}.safetensors": part for number, part in enumerate(parts)}
-
-
-def ranks() -> tuple[int, int]:
-    """Return this process's rank and the number of processes, as torchrun sets them."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _tell_size(job: StoreJob, directory: Path, size: int, each: int) -> None:
-    """Print what will be written and raise ValueError when the disk has not got that room."""
-    rows, tokens, states = len(job.lengths), sum(job.lengths), 1 + len(job.key[AUX])
-    shape = (
-        f"{rows} rows, {tokens} tokens x {states} states x {job.target.shape.hidden_size} "
-        f"in {job.codec.kind}"
-    )
-    whole = tokens * each
-    rest = "" if size == whole else f", {size / 1e9:.1f} GB of it still to be made"
-    log.info("capture: %.1f GB (%s)%s in %s", whole / 1e9, shape, rest, directory)
-    check_free_space(directory, size, f"capture ({shape})")
-
-
-def _tokens(job: StoreJob, rows: Sequence[int]) -> int:
-    return sum(job.lengths[row] for row in rows)
-
-
 def _write_missing(job: StoreJob, directory: Path, shards: dict[str, list[int]]) -> int:
     """Write the shards that are not there, and return their number of tokens."""
     missing = {directory / f: rows for f, rows in shards.items() if not (directory / f).exists()}
-    tokens = sum(_tokens(job, rows) for rows in missing.values())
+    tokens = sum(job.tokens(rows) for rows in missing.values())
     if not tokens:
         return 0
     pending: deque[Future[None]] = deque()
@@ -228,7 +124,7 @@ class _Shard:
             for part, piece in stored.items():
                 self.pieces.setdefault(part, []).append(piece)
         self.rows += rows
-        self.bar.update(_tokens(self.job, rows))
+        self.bar.update(self.job.tokens(rows))
 
     def finish(self) -> None:
         """Write the file."""
