@@ -86,12 +86,12 @@ def read_cache(directory: Path) -> CachedRows:
         if gone is not None:
             raise FileNotFoundError(f"{gone}: no such file; the cache lacks the states of a row")
         return CachedRows(directory, files, table)
-    numbered = {_number(path): path for path in directory.rglob("data_*.pt")}
-    if not numbered:
+    files = sorted(directory.rglob("data_*.pt"), key=lambda path: (path.parent, _number(path)))
+    if not files:
         raise FileNotFoundError(
             f"cache={directory}: neither a dataset with {STATES}/hs_I.safetensors nor data_I.pt"
         )
-    return CachedRows(directory, [numbered[i] for i in sorted(numbered)])
+    return CachedRows(directory, files)
 
 
 def _number(path: Path) -> int:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.files import atomic_path, read_json
+from headstart.heads.parts import TargetParts
 
 INDEX, PLAN, PARTS = "index.json", "plan.json", "parts.safetensors"
 FORMAT = 2
@@ -78,6 +79,25 @@ class _opened:
 
     def __exit__(self, *error: Any) -> None:
         self._file.__exit__(*error)
+
+
+def read_parts(directory: Path) -> TargetParts:
+    """Return the target's parts, memory-mapped. Raises an error naming the file when damaged."""
+    path = directory / PARTS
+    try:
+        return TargetParts.load(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: damaged ({error}); delete the store and capture again"
+        ) from error
+
+
+def parts_hash(parts: TargetParts) -> str:
+    """Return the sha256 of the embedding and the read-out."""
+    tensors = {"embedding": parts.embedding_VD, "readout": parts.readout.weight_WD}
+    if parts.readout.bias_W is not None:
+        tensors["bias"] = parts.readout.bias_W
+    return content_hash(tensors)
 
 
 def read_index(directory: Path) -> dict[str, Any]:

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.data.codec import LAST, Codec, aux_name
-from headstart.data.shards import PARTS, read_index, read_shard
+from headstart.data.shards import read_index, read_parts, read_shard
 from headstart.data.store_job import COLUMNS
 from headstart.data.store_key import AUX, refuse_other
 from headstart.heads.base import FeatureBatch
-from headstart.heads.parts import TargetParts
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class FeatureStore:
         self.taps = tuple(taps)
         self._require_taps(self.taps)
         self.codec = Codec(self.key["stored_as"], getattr(torch, self.key["dtype"]))
-        self.parts = TargetParts.load(self.directory / PARTS)
+        self.parts = read_parts(self.directory)
         count = sum(len(shard["rows"]) for shard in index["shards"])
         self.lengths, self.row_ids = [0] * count, [""] * count
         self._where = [(0, 0)] * count

@@ -25,15 +25,15 @@ from headstart.data.shards import (
     INDEX,
     PARTS,
     PLAN,
-    content_hash,
     key_there,
+    parts_hash,
     read_header,
+    read_parts,
     write_shard,
 )
 from headstart.data.store_job import COLUMNS, StoreJob, plan_shards, tell_size
 from headstart.data.store_key import refuse_other
 from headstart.files import write_json
-from headstart.heads.parts import TargetParts
 
 log = logging.getLogger(__name__)
 QUEUE = 4  # passes that wait for the writing thread
@@ -172,7 +172,6 @@ def _write_index(
     job: StoreJob, directory: Path, shards: dict[str, list[int]], seconds: float
 ) -> None:
     """Write the index. Ranks may do so at the same time: they write the same."""
-    parts = TargetParts.load(directory / PARTS)
     write_json(
         directory / INDEX,
         {
@@ -182,7 +181,7 @@ def _write_index(
             "target_name": job.target.name,
             "tokens": sum(job.lengths),
             "seconds": round(seconds, 1),
-            "parts_sha256": parts_hash(parts),
+            "parts_sha256": parts_hash(read_parts(directory)),
             "shards": [
                 {
                     "file": file,
@@ -194,11 +193,3 @@ def _write_index(
             ],
         },
     )
-
-
-def parts_hash(parts: TargetParts) -> str:
-    """Return the sha256 of the embedding and the read-out."""
-    tensors = {"embedding": parts.embedding_VD, "readout": parts.readout.weight_WD}
-    if parts.readout.bias_W is not None:
-        tensors["bias"] = parts.readout.bias_W
-    return content_hash(tensors)

@@ -5,22 +5,29 @@ Shapes: T tokens, D width.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from omegaconf import MISSING
 from torch import Tensor
+from tqdm import tqdm
 
 from headstart.data.codec import FP8, LAST, aux_name
 from headstart.data.features import make_features
-from headstart.data.shards import PARTS, content_hash, read_index, read_shard, shards_of
+from headstart.data.shards import (
+    PARTS,
+    content_hash,
+    parts_hash,
+    read_index,
+    read_parts,
+    read_shard,
+)
 from headstart.data.store import FeatureStore
-from headstart.data.store_writer import parts_hash
 from headstart.data.template import TokenRow
 from headstart.files import write_json
 from headstart.heads.load import TargetConfig, load_target
-from headstart.heads.parts import TargetParts
 from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
@@ -60,19 +67,15 @@ def verify_files(directory: Path) -> dict[str, int]:
 
     Raises ValueError naming the files that are gone or damaged, the first five of them.
     """
-    faults, rows = [], 0
-    for path, shard in shards_of(directory):
-        rows += len(shard["rows"])
-        try:
-            tensors, _ = read_shard(path)
-        except (ValueError, FileNotFoundError) as error:
-            faults.append(str(error))
-            continue
-        if content_hash(tensors) != shard["sha256"]:
-            faults.append(f"{path}: content differs from its checksum in the index")
-    index = read_index(directory)
-    if parts_hash(TargetParts.load(directory / PARTS)) != index["parts_sha256"]:
-        faults.append(f"{directory / PARTS}: content differs from its checksum in the index")
+    index, faults, rows = read_index(directory), [], 0
+    for shard in tqdm(index["shards"], unit="shard", desc="verify"):
+        path, rows = directory / shard["file"], rows + len(shard["rows"])
+        faults += _faults(
+            path, shard["sha256"], lambda path=path: content_hash(read_shard(path)[0])
+        )
+    faults += _faults(
+        directory / PARTS, index["parts_sha256"], lambda: parts_hash(read_parts(directory))
+    )
     if faults:
         raise ValueError(
             f"{len(faults)} files of {directory} are damaged: {'; '.join(faults[:5])}; delete them "
@@ -81,6 +84,15 @@ def verify_files(directory: Path) -> dict[str, int]:
     count = len(index["shards"])
     log.info("%s: %d shards, %d rows: every checksum holds", directory, count, rows)
     return {"shards": count, "rows": rows}
+
+
+def _faults(path: Path, want: str, made: Callable[[], str]) -> list[str]:
+    """Return what is wrong with a file: that it cannot be read, or that its hash differs."""
+    try:
+        same = made() == want
+    except (ValueError, FileNotFoundError) as error:
+        return [str(error)]
+    return [] if same else [f"{path}: content differs from its checksum in the index"]
 
 
 def verify_rows(directory: Path, target: Target, count: int) -> dict[str, dict[str, float]]:

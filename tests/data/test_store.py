@@ -142,10 +142,38 @@ def test_p19_a_missing_shard_is_an_error_that_names_it(tmp_path, one_row_a_shard
         FeatureStore(tmp_path)
 
 
+def test_p19_a_deleted_shard_alone_is_made_again(tmp_path, one_row_a_shard):
+    captured(tmp_path)
+    gone, *others = sorted(tmp_path.glob("*-0*.safetensors"))
+    content = gone.read_bytes()
+    gone.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in others}
+    assert len(captured(tmp_path).lengths) == 10
+    assert gone.read_bytes() == content
+    assert {path: path.stat().st_mtime_ns for path in others} == kept
+
+
+def test_p19_parts_cut_in_half_are_an_error_that_names_them(tmp_path):
+    captured(tmp_path)
+    parts = tmp_path / "parts.safetensors"
+    parts.write_bytes(parts.read_bytes()[: parts.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"parts.safetensors: damaged .*capture again"):
+        FeatureStore(tmp_path)
+
+
+def test_a_store_of_an_older_format_is_refused(tmp_path):
+    captured(tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    del index["format"]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="format None, this headstart reads 2; delete the store"):
+        FeatureStore(tmp_path)
+
+
 def test_a_shard_of_another_length_than_the_index_says_is_refused(tmp_path):
     captured(tmp_path)
     index = json.loads((tmp_path / "index.json").read_text())
-    index["shards"][0]["lengths"].append(5)
+    index["shards"][0]["lengths"][-1] += 5
     (tmp_path / "index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="the index says .*; delete the store and capture again"):
         FeatureStore(tmp_path)
@@ -368,6 +396,20 @@ def test_tapped_states_are_stored_as_they_are_made_online(tmp_path):
     real_BT = want.document_BT >= 0
     assert torch.equal(have.aux[1][real_BT], want.aux[1][real_BT])
     assert torch.equal(have.hidden_BTD[real_BT], want.hidden_BTD[real_BT])
+
+
+def test_p14_a_store_holds_the_models_own_hidden_states_by_s_and_the_conventions_name(tmp_path):
+    target = target_of(tiny_model())
+    row = token_row("r", torch.arange(5, 14).tolist(), 4)
+    capture(target, [row], tmp_path, meta=META, taps=[1, 2, 3])
+    batch = FeatureStore(tmp_path, taps=[1, 2, 3]).batch([0])
+    want = target.model(torch.tensor([row.token_ids]), output_hidden_states=True).hidden_states
+    for s in (1, 2, 3):
+        assert torch.equal(batch.aux[s], want[s])
+    key = json.loads((tmp_path / "index.json").read_text())["key"]
+    assert (key["aux_convention"], key["aux_features"]) == ("hidden_states[s]", [1, 2, 3])
+    with pytest.raises(ValueError, match="aux feature s=4: expected 0 < s < 4"):
+        capture(target, [row], tmp_path / "other", meta=META, taps=[4])
 
 
 def test_a_store_with_more_states_than_a_run_needs_serves_it_with_those_alone(tmp_path):
