@@ -9,6 +9,7 @@ index.json            the key, and each shard's hash, rows and their lengths
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +64,16 @@ def read_header(path: Path) -> dict[str, str]:
     return header
 
 
-class _opened:
-    """safe_open, with errors that name the file and the cure."""
-
-    def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such shard; capture again")
-        try:
-            self._file = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"{path}: damaged ({error}); delete it and capture again") from error
-
-    def __enter__(self) -> Any:
-        return self._file.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a shard, with errors that name it and the cure."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such shard; capture again")
+    try:
+        with safe_open(path, framework="pt") as stored:
+            yield stored
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged ({error}); delete it and capture again") from error
 
 
 def read_parts(directory: Path) -> TargetParts:
