@@ -7,9 +7,9 @@ Shapes: T tokens, A tapped states, D width.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import datasets
@@ -54,10 +54,7 @@ class CachedRows:
         stored = held.get("token_ids", held.get("input_ids"))
         if stored is None or stored.tolist() != ids:
             raise ValueError(f"{path}: holds other tokens than row {index} of {self.directory}")
-        states = list(_apart(held[STATES]))
-        scales = held.get(f"{STATES}_scales")
-        if scales is not None:
-            states = [s.float() * k.float() for s, k in zip(states, _apart(scales), strict=True)]
+        states = _apart(held[STATES], held.get(f"{STATES}_scales"))
         for state_TD in states:
             if state_TD.dim() != 2 or len(state_TD) != len(ids):
                 raise ValueError(f"{path}: states {tuple(state_TD.shape)} for {len(ids)} tokens")
@@ -68,7 +65,7 @@ class CachedRows:
             if path.suffix == ".pt":  # weights_only: nothing in the file is run
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             return load_file(path)
-        except (SafetensorError, RuntimeError, OSError, EOFError) as error:
+        except (SafetensorError, UnpicklingError, RuntimeError, OSError, EOFError) as error:
             raise ValueError(f"{path}: damaged ({error}); make the cache again") from error
 
 
@@ -101,6 +98,14 @@ def _number(path: Path) -> int:
     return int(found[1])
 
 
-def _apart(states: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return one tensor a state: the older layout lists them, the newer stacks them [T, A+1, D]."""
-    return states.unbind(1) if isinstance(states, Tensor) else states
+def _apart(states: Tensor | list[Tensor], scales: Tensor | list[Tensor] | None) -> list[Tensor]:
+    """Return one tensor a state: the older layout lists them, the newer stacks them [T, A+1, D].
+
+    fp8 states have scales, which broadcast over a listed state, or over the stack.
+    """
+    if isinstance(states, Tensor):
+        wide = states if scales is None else states.float() * scales.float()
+        return list(wide.unbind(1))
+    if scales is None:
+        return states
+    return [state.float() * scale.float() for state, scale in zip(states, scales, strict=True)]

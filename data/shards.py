@@ -22,6 +22,7 @@ from headstart.files import atomic_path, read_json
 from headstart.heads.parts import TargetParts
 
 INDEX, PLAN, PARTS = "index.json", "plan.json", "parts.safetensors"
+HEADER = "headstart"
 FORMAT = 2
 """Raised whenever an older store cannot be read any more."""
 PIECE = 1 << 26  # bytes hashed at once, so that one shard is never in memory twice
@@ -41,27 +42,26 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
 
 def write_shard(path: Path, tensors: dict[str, Tensor], row_ids: Sequence[str]) -> None:
     """Write a shard atomically, with what says whether it is whole."""
-    header = {"sha256": content_hash(tensors), "row_ids": json.dumps(list(row_ids))}
-    with atomic_path(path) as temporary:
-        save_file(tensors, temporary, metadata=header)
+    header = {"sha256": content_hash(tensors), "row_ids": list(row_ids)}
+    with atomic_path(path) as temporary:  # one field: safetensors writes several in any order
+        save_file(tensors, temporary, metadata={HEADER: json.dumps(header)})
 
 
 def read_shard(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of a shard, memory-mapped, and the ids of its rows."""
     header = read_header(path)
     with _opened(path) as stored:
-        return {name: stored.get_tensor(name) for name in stored.keys()}, json.loads(
-            header["row_ids"]
-        )
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+    return tensors, header["row_ids"]
 
 
-def read_header(path: Path) -> dict[str, str]:
+def read_header(path: Path) -> dict[str, Any]:
     """Return what `write_shard` noted. Raises an error naming a shard that is gone or damaged."""
     with _opened(path) as stored:
-        header = stored.metadata() or {}
-    if not {"sha256", "row_ids"} <= header.keys():
+        header = (stored.metadata() or {}).get(HEADER)
+    if header is None:
         raise ValueError(f"{path}: not a shard of this headstart; delete it and capture again")
-    return header
+    return json.loads(header)
 
 
 @contextmanager

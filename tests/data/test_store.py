@@ -20,7 +20,7 @@ from headstart.data import store_job, store_writer
 from headstart.data.capture import capture
 from headstart.data.features import OnlineFeatures, make_features, teacher_statistics
 from headstart.data.rows import RowsMeta, RowsWriter
-from headstart.data.shards import content_hash
+from headstart.data.shards import HEADER, content_hash
 from headstart.data.store import FeatureStore
 from headstart.data.store_key import capture_key
 from headstart.data.template import TokenRow
@@ -221,8 +221,9 @@ def test_p17_a_state_that_is_not_finite_is_refused_when_read_with_shard_and_row(
     (shard,) = tmp_path.glob("*-0*.safetensors")
     tensors = {name: t.clone() for name, t in load_file(shard).items()}
     tensors["hidden"][-1, 0] = float("inf")
-    row_ids = json.dumps([ROWS[row].row_id for row in by_length()])
-    save_file(tensors, shard, {"sha256": content_hash(tensors), "row_ids": row_ids})
+    row_ids = [ROWS[row].row_id for row in by_length()]
+    header = {"sha256": content_hash(tensors), "row_ids": row_ids}
+    save_file(tensors, shard, {HEADER: json.dumps(header)})
     store, *others, last = FeatureStore(tmp_path), *by_length()
     store.batch(others)
     message = rf"{shard.name}: the states of row {ROWS[last].row_id} are not finite"
@@ -446,7 +447,7 @@ def test_tapped_states_count_towards_the_disk_they_need(tmp_path, monkeypatch):
 
 def test_the_capture_command_stores_beside_the_rows(tmp_path):
     rows = tmp_path / "rows"
-    writer = RowsWriter(rows, RowsMeta(chat_target().fingerprint, "t", {}))
+    writer = RowsWriter(rows, RowsMeta(chat_target().fingerprint, "t", META.settings))
     for row in ROWS:
         writer.add(row)
     writer.finish("made for a test", {})

@@ -28,7 +28,7 @@ def deep_target(dtype: torch.dtype) -> Target:
 
 
 def losses(root: Path, target: Target, family: str, *, features: str) -> list[float]:
-    """Train on 40 rows, two epochs in 20 steps, and return the loss of each step."""
+    """Train on 40 rows, four epochs in 20 steps, and return the loss of each step."""
     rows, out = root / "rows", root / features
     precision = "fp32" if target.dtype == torch.float32 else "bf16"
     settings = {"eval_prompts": 0, "log_every": 1, "precision": precision}
@@ -36,7 +36,10 @@ def losses(root: Path, target: Target, family: str, *, features: str) -> list[fl
         target=TargetConfig(path="in memory"),
         head=families()[family][0](draft_vocab_size=64, **FAMILIES[family]),
         train=TrainConfig(
-            max_steps=STEPS, features="online" if features == "online" else "captured", **settings
+            max_steps=STEPS,
+            batch_rows=8,
+            features="online" if features == "online" else "captured",
+            **settings,
         ),
         tree=TreeConfig(name="chain2", depth=2),
         rows=str(rows),
@@ -54,10 +57,10 @@ def losses(root: Path, target: Target, family: str, *, features: str) -> list[fl
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """A directory with 40 rows in it, most shorter than their neighbours in order of id."""
+    """A directory with 40 rows in it, whose order of ids is not that of their lengths."""
     template = ChatTemplate(chat_target().tokenizer).hash
-    writer = RowsWriter(tmp_path / "rows", RowsMeta("", template, {"data.max_length": 24}))
-    for row in random_rows(40, seed=9):
+    writer = RowsWriter(tmp_path / "rows", RowsMeta("", template, {"data.max_length": 64}))
+    for row in random_rows(40, seed=9, longest=64):
         writer.add(row)
     writer.finish("made for a test", {})
     return tmp_path
