@@ -63,6 +63,7 @@ def write_store(job: StoreJob, directory: Path) -> None:
     write_json(directory / PLAN, {"key": job.key})
     started = time.perf_counter()
     if rank == 0:
+        _remove_torn(directory / PARTS)
         job.target.parts.save(directory / PARTS)
     mine = {f: rows for i, (f, rows) in enumerate(shards.items()) if i % world == rank}
     made = _write_missing(job, directory, mine)
@@ -90,8 +91,7 @@ def _write_missing(job: StoreJob, directory: Path, shards: dict[str, list[int]])
 
     try:
         for path, rows in missing.items():
-            for torn in path.parent.glob(f".{path.name}.*"):  # a killed capture's
-                torn.unlink(missing_ok=True)
+            _remove_torn(path)
             shard = _Shard(path, job, bar)
             for passed in job.make(rows):
                 later(shard.add, *passed)
@@ -102,6 +102,12 @@ def _write_missing(job: StoreJob, directory: Path, shards: dict[str, list[int]])
         pool.shutdown(cancel_futures=True)
         bar.close()
     return tokens
+
+
+def _remove_torn(path: Path) -> None:
+    """Remove what a killed capture left of a file that this process is to make."""
+    for torn in path.parent.glob(f".{path.name}.*"):
+        torn.unlink(missing_ok=True)
 
 
 class _Shard:
