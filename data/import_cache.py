@@ -24,9 +24,10 @@ from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
 COMPARED_ROWS = 3
-TOLERANCE = 0.1
-"""Relative error of a state against the target's own; bf16 of another engine stays below 0.03, a
-neighbouring layer is above 0.2 on the models that were looked at."""
+TOLERANCE = 0.2
+"""Relative error of a state against the target's own: room for another engine's rounding and for
+fp8, none for another model. A neighbouring layer may be nearer than that, so that the state must
+also be nearest to that of its own layer."""
 
 
 def import_cache(
@@ -96,8 +97,8 @@ def check_states(target: Target, held: CachedRows, taps: Sequence[int]) -> None:
         output = target.forward(torch.tensor([ids], device=target.device), taps=layers)
         for s, state_TD in zip(taps, states, strict=False):
             errors = {k: _error(state_TD, output.aux[k][0]) for k in layers}
-            if errors[s] > TOLERANCE:
-                nearest = min(errors, key=errors.__getitem__)
+            nearest = min(errors, key=errors.__getitem__)
+            if nearest != s or errors[s] > TOLERANCE:
                 raise ValueError(
                     f"{path}: the state given as s={s} differs from the target's by "
                     f"{errors[s]:.2f} relative; nearest is s={nearest} at {errors[nearest]:.2f}"
