@@ -44,7 +44,12 @@ COMMANDS = {
     "generate": Command(
         "headstart.data.generate", "GenerateRun", "prompts -> the target's own answers as rows"
     ),
-    "capture": Command("headstart.data.store", "CaptureRun", "rows -> features on disk"),
+    "capture": Command("headstart.data.capture", "CaptureRun", "rows -> features on disk"),
+    "verify": Command(
+        "headstart.data.verify_store",
+        "VerifyRun",
+        "features on disk -> whole and the target's own?",
+    ),
     "train": Command("headstart.train.run", "TrainRun", "rows -> a head checkpoint"),
     "eval": Command("headstart.eval.run", "EvalRun", "heads + prompts -> figures and a report"),
     "report": Command("headstart.eval.report_run", "ReportRun", "results -> one leaderboard"),

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart import __version__
+from headstart.data.capture import capture
 from headstart.data.generate import GenerateConfig, generate
 from headstart.data.rows import read_rows
 from headstart.data.source import DataConfig, source_settings
-from headstart.data.store import bytes_per_token, capture
+from headstart.data.store_job import bytes_per_token
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import refuse_misfits
 from headstart.eval.bench import evaluate_heads
@@ -242,7 +243,7 @@ def _move_aside(directory: Path) -> Path:
 
 def _capture(target: Target, out: Path, taps: list[int]) -> None:
     rows, meta = read_rows(out / "rows")
-    capture(target, rows, out / "features", template_hash=meta.template_hash, taps=taps)
+    capture(target, rows, out / "features", meta=meta, taps=taps)
 
 
 def _flat(**configs: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from headstart.data.packing import Layout
 from headstart.data.rows import row_lengths
 from headstart.data.template import TokenRow
 from headstart.heads.base import FeatureBatch
+from headstart.heads.chunks import PIECE, PIECE_CPU, slices
 from headstart.heads.parts import ReadOut, TargetParts
 from headstart.heads.target import Target
 
@@ -72,8 +73,14 @@ def make_features(
     row_ids: Sequence[int],
     taps: Sequence[int] = (),
     layout: Layout | None = None,
+    *,
+    rounded: torch.dtype | None = None,
 ) -> FeatureBatch:
-    """Run the target over rows, right-padded or packed by a layout, and return their features."""
+    """Run the target over rows, right-padded or packed by a layout, and return their features.
+
+    `rounded` is the type that the last state will be stored in: the teacher's statistics are then
+    those of the state that a reader will see.
+    """
     device = target.device
     tokens_BT = _padded([row.token_ids for row in rows], 0).to(device)
     mask_BT = _padded([row.loss_mask for row in rows], 0).bool().to(device)
@@ -87,7 +94,8 @@ def make_features(
         tokens_BT, mask_BT = layout.take(tokens_BT, 0), layout.take(mask_BT, 0)
         places_BT, document_BT = layout.place_PT.to(device), layout.document_PT.to(device)
         output = target.forward(tokens_BT, places_BT, taps=taps)
-    logsumexp_BT, argmax_BT = teacher_statistics(output.hidden_BTD, mask_BT, target.parts.readout)
+    hidden_BTD = output.hidden_BTD.to(rounded or target.dtype).to(target.dtype)
+    logsumexp_BT, argmax_BT = teacher_statistics(hidden_BTD, mask_BT, target.parts.readout)
     return FeatureBatch(
         tokens_BT,
         mask_BT,
@@ -135,10 +143,20 @@ def teacher_statistics(
     rows, positions = teaches_BT.nonzero(as_tuple=True)
     for start in range(0, len(rows), READOUT_CHUNK):
         index = (rows[start : start + READOUT_CHUNK], positions[start : start + READOUT_CHUNK])
-        logits_NV = readout(hidden_BTD[index])
-        argmax_BT[index] = logits_NV.argmax(-1)
-        logsumexp_BT[index] = logits_NV.float().logsumexp(-1)
+        logsumexp_BT[index], argmax_BT[index] = _statistics(readout(hidden_BTD[index]))
     return logsumexp_BT, argmax_BT
+
+
+def _statistics(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-normaliser and best token of a few positions at a time, while they are cached."""
+    N, V = logits_NV.shape
+    limit = PIECE_CPU if logits_NV.device.type == "cpu" else PIECE
+    logsumexps, best = [], []
+    for part in slices(N, limit // V):
+        piece_NV = logits_NV[part].float()
+        logsumexps.append(piece_NV.logsumexp(-1))
+        best.append(piece_NV.argmax(-1))
+    return torch.cat(logsumexps), torch.cat(best)
 
 
 def _padded(lists: Sequence[Sequence[int]], value: int) -> Tensor:

@@ -24,6 +24,7 @@ GIVEN = {
     "prepare": ["data.path=chats.jsonl"],
     "generate": [],
     "capture": ["rows=rows"],
+    "verify": ["store=features"],
     "train": ["rows=rows"],
     "eval": ["checkpoints=[head]"],
     "report": ["results=[result]"],

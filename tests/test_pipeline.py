@@ -217,8 +217,8 @@ def test_tapped_states_count_in_the_estimate_of_capture(tmp_path):
         (capture,) = [s for s in planned(tmp_path, *heads) if s.name == "capture features"]
         seconds[name] = capture.estimate
     tokens = 1.6 * 7 * 6
-    assert seconds["none"] == pytest.approx(tokens * (1 / 1000 + (128 + 21) / 1e6))
-    assert seconds["one"] == pytest.approx(tokens * (1 / 1000 + (2 * 128 + 21) / 1e6))
+    assert seconds["none"] == pytest.approx(tokens * (1 / 1000 + (128 + 13) / 1e6))
+    assert seconds["one"] == pytest.approx(tokens * (1 / 1000 + (2 * 128 + 13) / 1e6))
 
 
 def test_rates_are_measured_and_leave_nothing_behind(tmp_path):

@@ -14,10 +14,12 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from omegaconf import MISSING
 
+from headstart.data.capture import capture
 from headstart.data.features import FeatureSource, OnlineFeatures, PackedFeatures
 from headstart.data.packing import check_fits
 from headstart.data.rows import RowsMeta, check_rows, read_meta, read_rows, rows_hash
-from headstart.data.store import FeatureStore, capture, capture_key
+from headstart.data.store import FeatureStore
+from headstart.data.store_key import capture_key
 from headstart.data.template import ChatTemplate, TokenRow
 from headstart.eval.arms import head_drafter
 from headstart.eval.bench import quick_tau
@@ -74,7 +76,7 @@ def train(target: Target, config: TrainRun) -> Progress:
     head, start = new_head(config.head, target, rows)
     if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
         head_drafter(head, target.parts, config.tree, SamplingConfig())
-    source = feature_source(target, rows, config, meta.template_hash, head.aux_features)
+    source = feature_source(target, rows, config, meta, head.aux_features)
     if config.train.pack_tokens is not None:
         source = PackedFeatures(source, config.train.pack_tokens)
     evaluate = _Evaluation(target, config, heldout, accelerator, head.aux_features)
@@ -229,7 +231,7 @@ def feature_source(
     target: Target,
     rows: Sequence[TokenRow],
     config: TrainRun,
-    template_hash: str,
+    meta: RowsMeta,
     taps: Sequence[int] = (),
 ) -> FeatureSource:
     """Return stored features (captured now if they are not there yet) or the target online."""
@@ -244,9 +246,9 @@ def feature_source(
     if (directory / "index.json").exists():
         log.info("features: %s is there already", directory)
     else:
-        capture(target, rows, directory, template_hash=template_hash, taps=taps)
+        capture(target, rows, directory, meta=meta, taps=taps)
     store = FeatureStore(directory, taps)
-    store.require(capture_key(target, rows, template_hash, taps))
+    store.require(capture_key(target, rows, meta, taps))
     return store
 
 
