@@ -23,7 +23,7 @@ from headstart.data.rows import read_rows
 from headstart.data.store import FeatureStore
 
 KILLS = 5
-LIMIT = 120  # seconds
+LIMIT = 300  # seconds
 PROCESSES = multiprocessing.get_context("forkserver")
 IMPORTS = ["headstart.data.prepare", "headstart.train.run", "headstart.cli", "datasets"]
 PROCESSES.set_forkserver_preload(IMPORTS)
