@@ -14,9 +14,11 @@ from torch import Tensor
 from training import CHAT_VOCAB, chat_target, random_rows, token_row
 from transformers import JambaConfig, JambaForCausalLM
 
+from headstart.data.capture import capture
 from headstart.data.features import OnlineFeatures, PackedFeatures, make_features
 from headstart.data.packing import Layout, check_fits, pack_in_windows, pack_rows
-from headstart.data.store import FeatureStore, capture
+from headstart.data.rows import RowsMeta
+from headstart.data.store import FeatureStore
 from headstart.data.template import TokenRow
 from headstart.heads.base import DraftHead, FeatureBatch
 from headstart.heads.target import pick_features
@@ -36,7 +38,7 @@ def source_of(kind: str, rows: Sequence[TokenRow], directory: Path) -> PackedFea
     """Return rows packed in 20 tokens, from the target or from a store of theirs."""
     if kind == "online":
         return PackedFeatures(OnlineFeatures(chat_target(), rows, [1]), 20)
-    capture(chat_target(), rows, directory, taps=[1])
+    capture(chat_target(), rows, directory, meta=RowsMeta("", "", {}), taps=[1])
     return PackedFeatures(FeatureStore(directory, [1]), 20)
 
 

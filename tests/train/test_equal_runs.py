@@ -10,8 +10,10 @@ import torch
 from models import make_head, seeded, target_of, tiny_model
 from training import CHAT_VOCAB, random_rows
 
+from headstart.data.capture import capture
 from headstart.data.features import FeatureSource, OnlineFeatures, PackedFeatures
-from headstart.data.store import FeatureStore, capture
+from headstart.data.rows import RowsMeta
+from headstart.data.store import FeatureStore
 from headstart.heads.base import FeatureBatch
 from headstart.heads.target import Target
 from headstart.train.config import TrainConfig
@@ -74,7 +76,7 @@ def losses(family: str, source: FeatureSource, precision: str, directory: Path) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_online_stored_and_packed_runs_have_one_loss_curve(tmp_path, family, precision):
     taps = [1] if family == "eagle3" else []
-    capture(target(precision), ROWS, tmp_path / "store", taps=taps)
+    capture(target(precision), ROWS, tmp_path / "store", meta=RowsMeta("", "", {}), taps=taps)
     online = OnlineFeatures(target(precision), ROWS, taps)
     stored = FeatureStore(tmp_path / "store", taps)
     want = losses(family, Padded(online), precision, tmp_path)
