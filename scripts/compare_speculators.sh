@@ -16,6 +16,8 @@ if [ ! -e "$venv/installed" ]; then
     # torch first and pinned, as in the Makefile, and the same for both.
     "${pip[@]}" torch==2.13.0
     "${pip[@]}" --constraint "$venv/constraints.txt" speculators==0.9.0
+    # Built for CUDA, they do not load beside a torch for the CPU; nothing here needs them.
+    "${pip[@]:0:3}" uninstall --quiet --yes torchvision torchaudio
     touch "$venv/installed"
 fi
 exec "$ours" "$root/scripts/compare_speculators.py" --theirs "$venv/bin/python" "$@"
