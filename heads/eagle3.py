@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from headstart.heads.base import FeatureBatch, LossSums, register
 from headstart.heads.cache import KVCache
 from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rotary
+from headstart.heads.packing import dense_weight
 from headstart.heads.parts import TargetParts
 from headstart.heads.recurrent import RecurrentConfig, RecurrentHead
 from headstart.heads.target import AUX_CONVENTION, TargetShape
@@ -179,7 +180,7 @@ class Eagle3Head(RecurrentHead):
     @property
     def own_rows_WD(self) -> Tensor | None:
         """The trainable read-out [W, D], unless it is the target's."""
-        return None if self.config.readout == "frozen" else self.lm_head.weight
+        return None if self.config.readout == "frozen" else dense_weight(self.lm_head)
 
     def read_out(self, output: Tensor, parts: TargetParts) -> Tensor:
         """Return draft logits [.., W] of outputs."""

@@ -45,6 +45,11 @@ class PackedLinear(nn.Module):
         return packed_linear(hidden, self.weight, self.bias)
 
 
+def dense_weight(linear: nn.Linear | PackedLinear) -> Tensor:
+    """Return the weight [W, D] of a linear layer in the ordinary layout."""
+    return linear.weight.to_dense() if linear.weight.is_mkldnn else linear.weight
+
+
 def pack_linears(module: nn.Module) -> None:
     """Replace the linear layers below a frozen module, one by one; where it cannot, do nothing.
 

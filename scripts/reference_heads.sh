@@ -23,7 +23,7 @@ measure() { # TREE HEAD...: decode the same held-out prompts with each head
     local given=("${@/#/$heads/}")
     local checkpoints && checkpoints=$(printf ',%s/head' "${given[@]}")
     [ -e "$out/eval/$tree/report.md" ] && return
-    headstart eval "tree=$tree" "checkpoints=[${checkpoints:1}]" eval.num_prompts=28 "out=$out/eval/$tree"
+    headstart eval "tree=$tree" "checkpoints=[${checkpoints:1}]" eval.num_prompts=21 "out=$out/eval/$tree"
 }
 measure chain3 medusa hydra_heads eagle eagle3 eagle31
 measure static15 medusa hydra_heads eagle eagle3 eagle31

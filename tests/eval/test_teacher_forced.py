@@ -19,10 +19,13 @@ DEPTH = 3
 CHAIN = TreeConfig(name="chain3", depth=DEPTH)
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
+@pytest.fixture(scope="module", params=["packed", "plain"])
+def target(request: pytest.FixtureRequest) -> Target:
     """Few tokens, so that a random head agrees now and then."""
-    return target_of(tiny_model(vocab=8))
+    target = target_of(tiny_model(vocab=8))
+    if request.param == "packed":
+        target.pack()
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,7 @@ def test_the_prediction_is_the_mean_round_drafted_from_every_position(
 ) -> None:
     options = {"aux": [1, 2, 3]} if family == "eagle3" else {}
     head = make_head(family, target, **options)
+    target.adopt(head)
     predicted = predicted_tau(target, head, DEPTH, *map(list, zip(*answers, strict=True)))
     starts = [
         Request(f"{prompt.prompt_id}-{n}", (*prompt.token_ids, *done.token_ids[:n]), DEPTH + 2)

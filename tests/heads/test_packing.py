@@ -15,7 +15,7 @@ from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree import TreeShape
 from headstart.heads.load import TargetConfig, load_target
-from headstart.heads.packing import PackedLinear, can_pack, pack_linears
+from headstart.heads.packing import PackedLinear, can_pack, dense_weight, pack_linears
 from headstart.heads.target import Target
 
 pytestmark = pytest.mark.skipif(
@@ -139,3 +139,10 @@ def test_a_draft_vocabulary_of_a_packed_read_out_is_packed_too() -> None:
     assert plain.parts.readout.rows(ids).packed_WD is None
     hidden = _states(2, packed.shape.hidden_size)
     torch.testing.assert_close(rows(hidden), plain.readout(hidden)[:, ids], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", _dtypes())
+def test_a_packed_weight_comes_back_as_it_was(dtype: torch.dtype) -> None:
+    linear = nn.Linear(24, 40, bias=False).to(dtype)
+    assert torch.equal(dense_weight(PackedLinear(linear)), linear.weight)
+    assert dense_weight(linear) is linear.weight
