@@ -14,7 +14,7 @@ from headstart.data.rows import read_rows
 from headstart.data.store import FeatureStore
 from headstart.heads.checkpoint import load_head
 
-EXPERIMENTS = sorted(p.stem for p in (Path(__file__).parents[1] / "conf/experiment").glob("*.yaml"))
+EXPERIMENTS = ["demo", "smoke"]  # of the pipeline; test_conf.py holds them to the directory
 STEPS = (
     "generate rows",
     "generate heldout",
