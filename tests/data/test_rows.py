@@ -182,7 +182,7 @@ def test_a_directory_without_rows_is_named(tmp_path):
     [
         (
             {"target_fingerprint": "target-b"},
-            rf"rows {META.key} made with target=target-a, this run has target=target-b \(",
+            r"target=target-a, this run has target=target-b \(",
         ),
         ({"template_hash": "b"}, "chat template=template-a, this run has chat template=b"),
         (
