@@ -740,13 +740,6 @@ def test_memory_in_use_grows_with_the_students_gradients_only(kind: str) -> None
     assert many - few < ((1 if kind == "own_WD" else 3) + 0.5) * students
 
 
-def test_a_read_out_s_gradient_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it, in bf16, a copy of the weight: neither a whole product nor a second gradient."""
-    monkeypatch.setattr(chunks, "READOUT_ROWS", 16)
-    fp32_bytes = 4 * WIDE * 256
-    assert memory("own_WD", 1, "kl", D=256).peak < 1.7 * fp32_bytes
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_p27_a_loss_of_bf16_logits_is_computed_in_fp32(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
