@@ -714,7 +714,7 @@ def memory(kind: str, N: int, loss: str, D: int = 4) -> Memory:
     zero_N = torch.zeros(N)
     teacher = Teacher(torch.ones(N, D), zero_N, zero_N.long(), selection(learned_NK))
     config = HeadConfig(loss=loss, loss_chunk=CHUNK * K * WIDE)
-    task = Distillation(teacher, ReadOut(torch.ones(WIDE, D)), config, None)
+    task = Distillation(teacher, ReadOut(torch.ones(WIDE, D, dtype=torch.bfloat16)), config, None)
     own = {"own_KWD": (K, WIDE, D), "own_WD": (WIDE, D)}.get(kind)
     options = {} if own is None else {kind: torch.ones(own, requires_grad=True)}
     if kind == "own_WD":
@@ -738,6 +738,14 @@ def test_memory_in_use_grows_with_the_students_gradients_only(kind: str) -> None
     few, many = (memory(kind, N, MIXED).peak for N in (4 * CHUNK, 16 * CHUNK))
     students = 4 * (12 * CHUNK) * 2 * 4
     assert many - few < ((1 if kind == "own_WD" else 3) + 0.5) * students
+
+
+def test_a_read_out_s_gradient_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it and the target's rows, a copy of the weight in bf16: no product, no second one."""
+    monkeypatch.setattr(chunks, "READOUT_ROWS", 16)
+    fp32_bytes = 4 * WIDE * 256
+    gradient, copy, target_s = fp32_bytes, fp32_bytes // 2, fp32_bytes // 2
+    assert memory("own_WD", 1, "kl", D=256).peak < 1.1 * (gradient + copy + target_s)
 
 
 @pytest.mark.parametrize("name", NAMES)
