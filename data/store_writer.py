@@ -92,7 +92,7 @@ def _write_missing(job: StoreJob, directory: Path, shards: dict[str, list[int]])
     try:
         for path, rows in missing.items():
             _remove_torn(path)
-            shard = _Shard(path, job, bar)
+            shard = _Shard(path, rows, job, bar)
             for passed in job.make(rows):
                 later(shard.add, *passed)
             later(shard.finish)
@@ -113,8 +113,8 @@ def _remove_torn(path: Path) -> None:
 class _Shard:
     """A shard in the making; the writing thread alone touches it."""
 
-    def __init__(self, path: Path, job: StoreJob, bar: tqdm) -> None:
-        self.path, self.job, self.bar = path, job, bar
+    def __init__(self, path: Path, wanted: Sequence[int], job: StoreJob, bar: tqdm) -> None:
+        self.path, self.wanted, self.job, self.bar = path, wanted, job, bar
         self.rows: list[int] = []
         self.pieces: dict[str, list[Tensor]] = {}
 
@@ -133,7 +133,9 @@ class _Shard:
         self.bar.update(self.job.tokens(rows))
 
     def finish(self) -> None:
-        """Write the file."""
+        """Write the file, unless a pass of it was refused: that error is on its way."""
+        if len(self.rows) < len(self.wanted):
+            return
         tensors = {name: torch.cat(pieces) for name, pieces in self.pieces.items()}
         self.pieces.clear()
         write_shard(self.path, tensors, [self.job.row_ids[row] for row in self.rows])

@@ -279,11 +279,11 @@ def test_only_first_turns_are_answered_where_that_is_asked_for(tmp_path):
 
 
 def test_no_row_is_longer_than_asked_for_however_many_turns(tmp_path):
-    data = replace(talks(tmp_path / "a.jsonl"), max_length=120)
+    data = replace(talks(tmp_path / "a.jsonl"), max_length=80)
     rows = answered(tmp_path, target=talking_target(), data=data, new=60)
-    assert max(len(row.token_ids) for row in rows) <= 120
+    assert max(len(row.token_ids) for row in rows) <= 80
     told = (tmp_path / "audit.md").read_text(encoding="utf-8")
-    assert "ended before a turn with a prompt of 120 tokens or more" in told
+    assert "ended before a turn with a prompt of 80 tokens or more" in told
 
 
 def test_each_prompt_of_a_mixture_keeps_its_temperature_in_all_turns_and_it_is_recorded(tmp_path):
