@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -172,6 +173,7 @@ def _started(count: int, renderer: Renderer) -> Iterator[list[_Worker]]:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Let processes that start here ignore Ctrl-C for good: their parent tells them to end."""
+    resource_tracker.ensure_running()  # now: starting with the first process, it lets SIGINT in
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
