@@ -10,9 +10,10 @@ import argparse
 import json
 import os
 import time
+from itertools import chain
 from pathlib import Path
 
-from headstart.data.batching import epoch_batches
+from headstart.data.batching import Dealing, epoch_steps
 from headstart.data.shards import shards_of
 from headstart.data.store import FeatureStore
 
@@ -38,7 +39,7 @@ def read_epoch(directory: Path, batch_rows: int, max_seconds: float) -> tuple[in
     store = FeatureStore(directory)
     store = FeatureStore(directory, store.key["aux_features"])
     tokens, size, start = 0, 0, time.perf_counter()
-    for rows in epoch_batches(store.lengths, batch_rows, seed=0, epoch=0):
+    for rows in chain.from_iterable(epoch_steps(store.lengths, Dealing(batch_rows), epoch=0)):
         batch = store.batch(rows)
         tokens += sum(store.lengths[row] for row in rows)
         for states_BTD in (batch.hidden_BTD, *batch.aux.values()):
