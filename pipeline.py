@@ -99,7 +99,12 @@ def run(config: PipelineRun) -> None:
 def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[Step]:
     """List the steps in order, each with the settings that determine its result."""
     out, trees = Path(config.out), list(config.trees.values())
-    base = {"headstart": __version__, "target": target.fingerprint, "dtype": config.target.dtype}
+    base = {
+        "headstart": __version__,
+        "target": target.fingerprint,
+        "template": ChatTemplate(target.tokenizer).hash,
+        "dtype": config.target.dtype,
+    }
     heldout = replace(config.data, num_prompts=config.heldout_prompts, split="heldout")
     answer_tokens = (config.data.num_prompts or 1000) * config.generate.max_new_tokens
     row_settings = base | _flat(generate=config.generate, answers=config.answers)

@@ -54,6 +54,8 @@ class CachedRows:
         stored = held.get("token_ids", held.get("input_ids"))
         if stored is None or stored.tolist() != ids:
             raise ValueError(f"{path}: holds other tokens than row {index} of {self.directory}")
+        if STATES not in held:
+            raise ValueError(f"{path}: has no {STATES}; make the cache again")
         states = _apart(held[STATES], held.get(f"{STATES}_scales"))
         for state_TD in states:
             if state_TD.dim() != 2 or len(state_TD) != len(ids):

@@ -44,7 +44,9 @@ class Codec:
         """Return the codec of an option dtype=KIND; `target` means the type the target runs in."""
         if kind not in KINDS:
             raise ValueError(f"dtype={kind}: expected one of {', '.join(KINDS)}")
-        own = next(name for name, dtype in PLAIN.items() if dtype == computed)
+        own = next((name for name, dtype in PLAIN.items() if dtype == computed), None)
+        if own is None:
+            raise ValueError(f"a target in {computed} cannot be stored; use target.dtype=float32")
         return cls(own if kind == "target" else kind, computed)
 
     def stored(self, name: str) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headstart.data.cache_files import CachedRows, read_cache
 from headstart.data.codec import LAST, Codec, aux_name
 from headstart.data.features import teacher_statistics
-from headstart.data.rows import RowsMeta, RowsWriter, read_rows
+from headstart.data.rows import RowsMeta, RowsWriter, read_rows, rows_hash
 from headstart.data.store_job import Pass, StoreJob
 from headstart.data.store_writer import ranks, write_store
 from headstart.data.template import ChatTemplate, TokenRow
@@ -59,14 +59,14 @@ def import_cache(
 def write_rows(target: Target, held: CachedRows, directory: Path) -> None:
     """Write the token rows of a cache, in its order."""
     template = ChatTemplate(target.tokenizer).hash
-    settings = {"cache": held.directory.name, "cache.rows": len(held.files)}
+    # By content: other caches have directories and numbers of rows alike.
+    settings = {"cache.rows_hash": rows_hash(_row(held, i) for i in range(len(held.files)))}
     writer = RowsWriter(directory, RowsMeta(target.fingerprint, template, settings))
-    done = {row.row_id for row in writer.rows}
     supervised = 0
     for index in range(len(held.files)):
         row = _row(held, index)
         supervised += sum(row.loss_mask)
-        if row.row_id not in done:
+        if row.row_id not in writer.done_ids:
             writer.add(row)
     summary = f"{len(held.files)} rows of a cache"
     writer.finish(summary, {"rows": len(held.files), "supervised_tokens": supervised})
@@ -159,6 +159,7 @@ def _columns(
     norm: nn.Module,
     rounded: torch.dtype,
 ) -> dict[str, Tensor]:
+    assert held.tokens(index)[0] == row.token_ids, "rows of another cache"
     *tapped, last_TD = held.states(index)
     hidden_TD = norm(last_TD.to(target.device, target.dtype))
     seen_TD = hidden_TD.to(rounded).to(target.dtype)

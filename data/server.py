@@ -9,15 +9,16 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from headstart.data.answering import Answer, Ask, at_temperature
 from headstart.data.http_json import HttpClient
 from headstart.data.server_checks import (
-    check_answer,
+    check_answers,
     check_prompt,
     check_template,
     name_of_target,
@@ -89,25 +90,47 @@ class ServerBackend:
         self.context: int | None = served[self.model].get("max_model_len")
         """Tokens that the server takes, prompt and answer together; None where it does not say."""
         check_template(client, self.model, template)
-        for probe in probes(template):
-            check_answer(client.url, self.model, target, probe, self._answer(probe))
+        check_answers(
+            client.url, self.model, target, [(p, self._answer(p)) for p in probes(template)]
+        )
 
     def answers(self, asks: Sequence[Ask]) -> Iterator[Answer]:
         """Answer every ask; answers come in the order they finish.
 
         After a failure nothing more is sent; what is under way is waited for and handed out first.
         """
-        failure: BaseException | None = None
-        waiting = iter(asks)
-        with ThreadPoolExecutor(self.in_flight) as pool:
-            running = {pool.submit(self._answer, ask) for ask in islice(waiting, self.in_flight)}
+        failure: Exception | None = None
+        todo: SimpleQueue[Ask | None] = SimpleQueue()
+        done: SimpleQueue[Answer | Exception] = SimpleQueue()
+
+        def work() -> None:
+            while (ask := todo.get()) is not None:
+                try:
+                    done.put(self._answer(ask))
+                except Exception as error:  # raised again by whoever takes the answers
+                    done.put(error)
+
+        waiting, threads = iter(asks), min(self.in_flight, len(asks))
+        for _ in range(threads):  # daemons: Ctrl-C does not wait for a server's replies
+            Thread(target=work, daemon=True).start()
+        running = 0
+        try:
+            for ask in islice(waiting, threads):
+                todo.put(ask)
+                running += 1
             while running:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                failure = failure or next((f.exception() for f in done if f.exception()), None)
-                if failure is None:
-                    more = islice(waiting, len(done))
-                    running |= {pool.submit(self._answer, ask) for ask in more}
-                yield from (future.result() for future in done if not future.exception())
+                answer = done.get()
+                running -= 1
+                if isinstance(answer, Exception):
+                    failure = failure or answer
+                    continue
+                for ask in islice(waiting, 0 if failure else 1):
+                    todo.put(ask)
+                    running += 1
+                yield answer
+        finally:
+            for _ in range(threads):
+                todo.put(None)
         if failure is not None:
             raise failure
 
@@ -158,7 +181,8 @@ class ServerBackend:
         check_prompt(self.client.url, choice, ask)
         # vLLM and SGLang call the same things by two names.
         ids = choice.get("token_ids") or choice.get("response_token_ids")
-        told = choice.get("stop_reason") or choice.get("matched_stop")
+        named = (choice.get("stop_reason"), choice.get("matched_stop"))
+        told = next((name for name in named if name is not None), None)  # 0 is a token
         if isinstance(told, int) and told not in self.stop_ids:
             reason = f"ended by token {told}, which ends no answer of the target"
             return Answer(ask.prompt_id, [], "stop", reason)

@@ -34,11 +34,23 @@ def probes(template: ChatTemplate) -> list[Ask]:
     ]
 
 
-def check_answer(url: str, model: str, target: Target, probe: Ask, answer: Answer) -> None:
-    """Refuse a server whose greedy answer the target would not give."""
-    if answer.unusable:
-        log.warning("%s: %s is not compared: %s", url, probe.prompt_id, answer.unusable)
-        return
+def check_answers(
+    url: str, model: str, target: Target, answers: Sequence[tuple[Ask, Answer]]
+) -> None:
+    """Refuse a server whose greedy answers the target would not give, or that cannot be told."""
+    for probe, answer in answers:
+        if answer.unusable:
+            log.warning("%s: %s is not compared: %s", url, probe.prompt_id, answer.unusable)
+        else:
+            _check_answer(url, model, target, probe, answer)
+    if all(answer.unusable for _, answer in answers):
+        raise ValueError(
+            f"{url}: no answer of model {model} could be compared with the target's, the last "
+            f"{answers[-1][1].unusable}; serve it so that it returns token ids, or usable text"
+        )
+
+
+def _check_answer(url: str, model: str, target: Target, probe: Ask, answer: Answer) -> None:
     short, best = shortfall(target, probe.token_ids, answer.token_ids)
     if short > MARGIN:
         asked, said, ours = (
@@ -124,6 +136,8 @@ def check_template(client: HttpClient, model: str, template: ChatTemplate) -> No
             continue
         have = reply.get("tokens") if isinstance(reply, dict) else None
         if have == want:
+            if "messages" not in body:
+                log.info("%s: renders no chat on request; its template is not compared", client.url)
             return
         raise ValueError(_differs(client.url, tokenizer, have, want))
     log.info("%s: does not tokenise on request; its chat template is not compared", client.url)

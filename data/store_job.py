@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.data.codec import LAST, Codec, aux_name
 from headstart.data.rows import RowsMeta, check_rows
-from headstart.data.shards import FORMAT
+from headstart.data.shards import FORMAT, PARTS
 from headstart.data.store_key import AUX, capture_key
 from headstart.data.template import TokenRow
 from headstart.files import check_free_space
@@ -79,7 +79,7 @@ class StoreJob:
             row_ids.append(row.row_id)
         return cls(target, key, codec, lengths, row_ids, make)
 
-    def tokens(self, rows: Sequence[int]) -> int:
+    def tokens(self, rows: Iterable[int]) -> int:
         """Count the tokens of rows."""
         return sum(self.lengths[row] for row in rows)
 
@@ -114,13 +114,14 @@ def plan_shards(job: StoreJob) -> dict[str, list[int]]:
 def tell_size(job: StoreJob, directory: Path, missing: Sequence[int]) -> None:
     """Print what a store takes, and raise ValueError when the missing rows do not fit the disk."""
     each = bytes_per_token(job.target, job.key[AUX], job.codec.kind)
+    whole = job.tokens(range(len(job.lengths))) * each + job.target.parts.nbytes
     size = job.tokens(missing) * each
+    size += 0 if (directory / PARTS).exists() else job.target.parts.nbytes
     rows, tokens, states = len(job.lengths), sum(job.lengths), 1 + len(job.key[AUX])
     shape = (
         f"{rows} rows, {tokens} tokens x {states} states x {job.target.shape.hidden_size} "
         f"in {job.codec.kind}"
     )
-    whole = tokens * each
     rest = "" if size == whole else f", {size / 1e9:.1f} GB of it still to be made"
     log.info("capture: %.1f GB (%s)%s in %s", whole / 1e9, shape, rest, directory)
     check_free_space(directory, size, f"capture ({shape})")

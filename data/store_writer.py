@@ -33,7 +33,7 @@ from headstart.data.shards import (
 )
 from headstart.data.store_job import COLUMNS, StoreJob, plan_shards, tell_size
 from headstart.data.store_key import refuse_other
-from headstart.files import write_json
+from headstart.files import locked, write_json
 
 log = logging.getLogger(__name__)
 QUEUE = 4  # passes that wait for the writing thread
@@ -52,14 +52,27 @@ def write_store(job: StoreJob, directory: Path) -> None:
     directory that holds another store, a disk that is too small, and states that cannot be stored;
     RuntimeError when another rank has stopped making shards.
     """
+    _refuse_another(job, directory)
+    shards = plan_shards(job)
+    missing = [rows for f, rows in shards.items() if not (directory / f).exists()]
+    tell_size(job, directory, [row for rows in missing for row in rows])
+    # Two captures of the same rows must not remove each other's unfinished files: one waits.
+    with locked(directory / f"rank-{ranks()[0]}"):
+        _refuse_another(job, directory)
+        _fill(job, directory, shards)
+
+
+def _refuse_another(job: StoreJob, directory: Path) -> None:
+    """Refuse a directory that holds, or is to hold, another store."""
     there = key_there(directory)
     if there is not None:
         cure = "choose another directory or delete this one"
         refuse_other(there, job.key, what=str(directory), cure=cure)
-    shards = plan_shards(job)
+
+
+def _fill(job: StoreJob, directory: Path, shards: dict[str, list[int]]) -> None:
+    """Make this rank's share of the shards, wait for the others' and write the index."""
     rank, world = ranks()
-    missing = [rows for f, rows in shards.items() if not (directory / f).exists()]
-    tell_size(job, directory, [row for rows in missing for row in rows])
     write_json(directory / PLAN, {"key": job.key})
     started = time.perf_counter()
     if rank == 0:

@@ -107,10 +107,21 @@ class TargetParts:
         """Return the parts in another dtype."""
         return TargetParts(self.embedding_VD.to(dtype), self.embed_scale, self.readout.to(dtype))
 
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and read-out are one tensor."""
+        return self.embedding_VD.data_ptr() == self.readout.weight_WD.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the parts take, a tied embedding counted once."""
+        held = [self.readout.weight_WD, *([] if self.tied else [self.embedding_VD])]
+        return sum(t.nbytes for t in (*held, self.readout.bias_W) if t is not None)
+
     def save(self, path: Path) -> None:
         """Write the parts to one safetensors file; a tied embedding is stored once."""
         tensors = {"readout": self.readout.weight_WD.contiguous()}
-        if self.embedding_VD.data_ptr() != self.readout.weight_WD.data_ptr():
+        if not self.tied:
             tensors["embedding"] = self.embedding_VD.contiguous()
         if self.readout.bias_W is not None:
             tensors["bias"] = self.readout.bias_W

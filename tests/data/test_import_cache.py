@@ -4,6 +4,7 @@ Written here as its data generation lays them out: the tapped states and, last, 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -44,17 +45,22 @@ def pre_norm_states(target: Target, row: TokenRow, taps: Sequence[int]) -> list[
 
 
 def stacked_cache(
-    directory: Path, target: Target, *, taps: Sequence[int] = TAPS, fp8: bool = False
+    directory: Path,
+    target: Target,
+    *,
+    taps: Sequence[int] = TAPS,
+    fp8: bool = False,
+    rows: Sequence[TokenRow] = ROWS,
 ) -> Path:
     """Write a dataset and hidden_states/hs_I.safetensors."""
     columns = {
-        "input_ids": [row.token_ids for row in ROWS],
-        "loss_mask": [row.loss_mask for row in ROWS],
-        "seq_len": [len(row.token_ids) for row in ROWS],
+        "input_ids": [row.token_ids for row in rows],
+        "loss_mask": [row.loss_mask for row in rows],
+        "seq_len": [len(row.token_ids) for row in rows],
     }
     datasets.Dataset.from_dict(columns).save_to_disk(directory)
     (directory / "hidden_states").mkdir()
-    for number, row in enumerate(ROWS):
+    for number, row in enumerate(rows):
         states = torch.stack(pre_norm_states(target, row, taps), dim=1)
         tensors = {"token_ids": torch.tensor(row.token_ids), "hidden_states": states}
         if fp8:
@@ -124,6 +130,25 @@ def test_an_interrupted_import_is_taken_up(tmp_path):
 
 
 # What is refused
+
+
+def test_p18_another_cache_of_the_same_name_and_lengths_is_other_rows(tmp_path):
+    target = deep_target()
+    imported(tmp_path, target, stacked_cache(tmp_path / "one" / "cache", target))
+    others = [replace(row, token_ids=[t ^ 1 for t in row.token_ids]) for row in ROWS]
+    cache = stacked_cache(tmp_path / "two" / "cache", target, rows=others)
+    with pytest.raises(ValueError, match=r"made with cache.rows_hash=\w+, this run has"):
+        import_cache(target, cache, tmp_path / "rows", tmp_path / "new", taps=TAPS, dtype="target")
+
+
+def test_a_file_without_states_is_named(tmp_path):
+    target = deep_target()
+    cache = listed_cache(tmp_path / "cache", target)
+    sample = torch.load(cache / "data_0.pt", weights_only=True)
+    del sample["hidden_states"]
+    torch.save(sample, cache / "data_0.pt")
+    with pytest.raises(ValueError, match="data_0.pt: .*has no hidden_states; make the cache"):
+        imported(tmp_path, target, cache)
 
 
 def test_p14_states_of_a_neighbouring_layer_are_refused_with_the_layer_they_are_of(tmp_path):

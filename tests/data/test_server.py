@@ -1,7 +1,12 @@
 """Answers from a server: the same rows as from our own engine, or a clear refusal."""
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -241,7 +246,42 @@ def asks_body() -> dict[str, Any]:
     return {"prompt": [5], "max_tokens": 1, "temperature": 0, "seed": 0, "stop_token_ids": []}
 
 
+def test_ctrl_c_does_not_wait_for_a_server_that_answers_nothing(server, tmp_path):
+    code = (
+        "from test_server import asks, backend\n"
+        "from types import SimpleNamespace\n"
+        f"back = backend(SimpleNamespace(url={server.url!r}), timeout=300.0)\n"
+        "input()\n"
+        "list(back.answers(asks(2)))\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    run = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": path}
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(run, env=environment, **pipes)
+    wait_until(lambda: len(server.asked) == PROBES)
+    server.delay = 120.0
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    wait_until(lambda: len(server.asked) > PROBES)
+    process.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in process.communicate(timeout=30)[1]
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 # Another model, another template
+
+
+def test_a_server_whose_answers_cannot_be_compared_is_refused(server):
+    server.reply = lambda body: reply("\ufffd")
+    with pytest.raises(ValueError, match="no answer of model tiny-talking could be compared"):
+        backend(server)
 
 
 def test_another_model_under_the_targets_name_is_refused():
@@ -394,7 +434,7 @@ def test_the_servers_own_context_limits_answers():
 
 
 def test_random_bytes_are_no_text():
-    """A target that emits any byte: most of its answers cannot be told from their text."""
+    """A target that emits any byte: its answers cannot be told from their text."""
     with serving(chat_target(), gives_ids=False) as chat:
-        answers = by_id(backend(chat, chat_target()).answers(asks()))
-    assert any(answer.unusable for answer in answers.values())
+        with pytest.raises(ValueError, match="the last whose text does not tokenise back"):
+            backend(chat, chat_target())

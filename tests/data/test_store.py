@@ -3,8 +3,10 @@
 import json
 import logging
 import shutil
+import time
 from collections import namedtuple
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from training import CHAT_VOCAB, chat_target, command, random_rows, save_target, saved, token_row
 
 from headstart.data import capture as capture_module
-from headstart.data import store_job, store_writer
+from headstart.data import shards, store_job, store_writer
 from headstart.data.capture import capture
 from headstart.data.features import OnlineFeatures, make_features, teacher_statistics
 from headstart.data.rows import RowsMeta, RowsWriter
@@ -231,7 +233,40 @@ def test_p17_a_state_that_is_not_finite_is_refused_when_read_with_shard_and_row(
         store.batch([others[0], last])
 
 
+def test_two_captures_into_one_directory_wait_for_each_other(
+    tmp_path, monkeypatch, one_row_a_shard
+):
+    ours = shards.save_file
+
+    def slow(*arguments: object, **options: object) -> None:
+        ours(*arguments, **options)
+        time.sleep(0.1)  # the unfinished file is there for a while
+
+    monkeypatch.setattr(shards, "save_file", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(capture, chat_target(), ROWS, tmp_path, meta=META)
+        while not list(tmp_path.glob(".*-00003.safetensors.*")):
+            time.sleep(0.01)
+        second = pool.submit(capture, chat_target(), ROWS, tmp_path, meta=META)
+        first.result()
+        second.result()
+    assert FeatureStore(tmp_path).lengths == [len(row.token_ids) for row in ROWS]
+
+
 # Room
+
+
+def test_p19_the_targets_own_parts_need_room_too(tmp_path, monkeypatch):
+    target = chat_target()
+    states = sum(len(row.token_ids) for row in ROWS) * store_job.bytes_per_token(target, [])
+    for free in (states, states + target.parts.nbytes - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Disk(free, 0, free))
+        with pytest.raises(ValueError, match="capture .* needs"):
+            capture(target, ROWS, tmp_path, meta=META)
+    free = states + target.parts.nbytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(free, 0, free))
+    capture(target, ROWS, tmp_path, meta=META)
+    assert (tmp_path / "parts.safetensors").stat().st_size >= target.parts.nbytes
 
 
 def test_p19_a_request_of_67_gb_is_told_on_a_disk_of_1_gb(tmp_path, monkeypatch):
@@ -245,6 +280,7 @@ class Wide:
 
     dtype, fingerprint, name = torch.bfloat16, "wide", "wide"
     shape = SimpleNamespace(vocab_size=128, hidden_size=4096, num_layers=32)
+    parts = SimpleNamespace(nbytes=0)
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Take any."""
@@ -442,7 +478,7 @@ def test_tapped_states_count_towards_the_disk_they_need(tmp_path, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(store_job, "check_free_space", lambda path, need, what: asked.append(need))
     capture(target, ROWS, tmp_path, meta=META, taps=[1, 2])
-    assert asked == [size]
+    assert asked == [size + target.parts.nbytes]
 
 
 def test_the_capture_command_stores_beside_the_rows(tmp_path):
