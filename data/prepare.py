@@ -92,7 +92,8 @@ def run(config: PrepareRun) -> None:
     log.info("%s", write_audit(writer.directory, audit, template.tokenizer, source=source))
     show_rows(islice(read_rows(writer.directory)[0], config.show), template.tokenizer)
     minutes = (time.monotonic() - started) / 60
-    log.info("%d rows in %.1f minutes; peak memory %s", account.total, minutes, _peak_memory())
+    told = (account.total, minutes, _peak_memory())
+    log.info("%d rows in %.1f minutes; peak memory %.0f MB", *told)
 
 
 def _write(
@@ -147,11 +148,10 @@ def _notes(path: Path, account: Account) -> Iterator[Callable[[list[tuple[str, s
         yield refuse
 
 
-def _peak_memory() -> str:
-    """Return the largest resident size that this process had, and that any worker had."""
+def _peak_memory() -> float:
+    """Return the largest resident size that this process had, in MB.
+
+    Not that of its workers: the system counts what a child was before it became one.
+    """
     unit = 1 if sys.platform == "darwin" else 1024
-    here, there = (
-        resource.getrusage(who).ru_maxrss * unit / 1e6
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    return f"{here:.0f} MB" + (f", and up to {there:.0f} MB in each worker" if there else "")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
