@@ -5,7 +5,7 @@ import logging
 import shutil
 import time
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import torch
 from models import target_of, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tqdm import tqdm
 from training import CHAT_VOCAB, chat_target, command, random_rows, save_target, saved, token_row
 
 from headstart.data import capture as capture_module
@@ -24,6 +25,7 @@ from headstart.data.features import OnlineFeatures, make_features, teacher_stati
 from headstart.data.rows import RowsMeta, RowsWriter
 from headstart.data.shards import HEADER, content_hash
 from headstart.data.store import FeatureStore
+from headstart.data.store_job import Pass, StoreJob
 from headstart.data.store_key import capture_key
 from headstart.data.template import TokenRow
 from headstart.files import check_free_space
@@ -496,3 +498,19 @@ def test_the_capture_command_stores_beside_the_rows(tmp_path):
 def hidden(store: FeatureStore) -> list[list[float]]:
     states: Tensor = store.batch(range(len(store.lengths))).hidden_BTD
     return states.flatten(1).tolist()
+
+
+def test_a_shard_that_lacks_a_pass_is_not_written(tmp_path):
+    """The pass was refused, and its error is on its way to whoever captures."""
+    rows = ROWS[:2]
+
+    def one_pass(shard: list[int]) -> Iterator[Pass]:
+        batch = make_features(chat_target(), [rows[shard[0]]], [shard[0]])
+        yield shard[:1], capture_module.columns(batch, [len(rows[shard[0]].token_ids)])
+
+    job = StoreJob.of(chat_target(), rows, META, (), "target", one_pass)
+    shard = store_writer._Shard(tmp_path / "s.safetensors", [0, 1], job, tqdm(disable=True))
+    for passed in job.make([0, 1]):
+        shard.add(*passed)
+    shard.finish()
+    assert not list(tmp_path.iterdir())
