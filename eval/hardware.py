@@ -36,7 +36,7 @@ class HardwareConfig:
     memory_gb: float | None = None
     """Memory, 10^9 bytes."""
     launch_us: float | None = 0.0
-    """Microseconds to start one operation; 0 for CUDA graphs, about 5 for eager PyTorch on a GPU."""
+    """Microseconds an operation takes to start: 0 for CUDA graphs, about 5 for eager torch."""
     compute_efficiency: float = 1.0
     """Fraction of the peak that products reach; under 1 brings the knee nearer."""
     bandwidth_efficiency: float = 1.0

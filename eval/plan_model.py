@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from headstart.eval.roofline import Context, Work
-from headstart.heads.load import embedded_gguf
 from headstart.heads.target import ATTENTION_KINDS, TargetShape
 
 OPERATIONS_A_LAYER = 45
@@ -35,8 +34,8 @@ class ModelConfig:
     name: str = ""
     """What tables call the model; empty takes it from the path."""
     path: str | None = None
-    """Directory, config.json, .gguf file, or package:NAME for the .gguf file inside a package; only
-    the configuration is read. null means `config`."""
+    """Directory, config.json or .gguf file, of which only the configuration is read; null means
+    `config`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of a transformers configuration, model_type among them; used without a path."""
 
@@ -68,7 +67,7 @@ class ModelSize:
         return self.shared_parameters + self.expert_parameters * self.top_k // self.num_experts
 
     def work(self, weight_bytes: int) -> Work:
-        """Return what a pass reads and multiplies; every token is read out, as verification does."""
+        """Return what a pass reads and multiplies, every token read out as verifying needs."""
         return Work(
             read_bytes=self.shared_parameters * weight_bytes,
             flops_per_token=2.0 * self.active_parameters,
@@ -90,8 +89,8 @@ class ModelSize:
 def model_size(config: ModelConfig, *, option: str = "model") -> ModelSize:
     """Count the weights of a model that is not loaded; nothing is downloaded.
 
-    `option` is what messages call the config. Raises FileNotFoundError for a path that is not there, ValueError naming the field of an
-    architecture that cannot be planned.
+    `option` is what messages call the config. Raises FileNotFoundError for a path that is not
+    there, ValueError naming the field of an architecture that cannot be planned.
     """
     full = read_config(config, option)
     name = config.name or Path(config.path or full.model_type).name
@@ -110,24 +109,17 @@ def read_config(config: ModelConfig, option: str) -> PreTrainedConfig:
     """Read a configuration from disk, or make it of its fields."""
     if config.path is None:
         return _from_fields(dict(config.config), option)
-    if config.path.startswith("package:"):
-        return _from_gguf(embedded_gguf(config.path.removeprefix("package:")))
     path = Path(config.path).expanduser()
     if not path.exists() or (path.is_dir() and not (path / "config.json").is_file()):
         raise FileNotFoundError(
-            f"{option}.path={config.path}: no config.json there; plan reads local files only, give a "
-            "directory, a config.json or a .gguf file"
+            f"{option}.path={config.path}: no config.json there; plan reads local files "
+            "only, give a directory, a config.json or a .gguf file"
         )
-    if path.suffix == ".gguf":
-        return _from_gguf(path)
+    place, file = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoConfig.from_pretrained(place, local_files_only=True, **file)
     except (ValueError, OSError) as error:
         raise ValueError(f"{option}.path={config.path}: {_first_sentence(error)}") from error
-
-
-def _from_gguf(path: Path) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
 
 
 def _from_fields(fields: dict[str, Any], option: str) -> PreTrainedConfig:
@@ -136,14 +128,14 @@ def _from_fields(fields: dict[str, Any], option: str) -> PreTrainedConfig:
         known = AutoConfig.for_model(kind)
     except ValueError as error:
         raise ValueError(
-            f"{option}.config.model_type={kind}: transformers {transformers.__version__} has no such "
-            "architecture; give llama, qwen3_moe or another it knows"
+            f"{option}.config.model_type={kind}: transformers {transformers.__version__} has "
+            "no such architecture; give llama, qwen3_moe or another it knows"
         ) from error
     for field_name in fields:
         if not hasattr(known, field_name):
             raise ValueError(
-                f"{option}.config.{field_name}: a {kind} configuration has no such field; check its "
-                "spelling in the model's config.json"
+                f"{option}.config.{field_name}: a {kind} configuration has no such field; check "
+                "its spelling in the model's config.json"
             )
     return AutoConfig.for_model(kind, **fields)
 
@@ -207,8 +199,8 @@ def _routing(name: str, text: PreTrainedConfig, experts: int) -> tuple[int, int]
         if any(count > 1 for count in counts.values()):
             field_name, count = next(iter(counts.items()))
             raise ValueError(
-                f"{name}: {field_name}={count}, but {text.model_type} has no weights named experts; "
-                "the plan cannot tell which of them a token reads"
+                f"{name}: {field_name}={count}, but {text.model_type} has no weights named "
+                "experts; the plan cannot tell which of them a token reads"
             )
         return 1, 1
     if not counts or not top_k:

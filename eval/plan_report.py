@@ -99,19 +99,19 @@ def _in_short(plan: Plan) -> Iterator[str]:
     yield _buys(plan)
     yield _reading(plan)
     yield (
-        f"Drafting a token costs c = {plan.cost_ratio_c:.3f} of a decoding step (batch 1): as long "
-        f"as verifying is free, a chain of k={plan.rule_depth} is worth drafting, and no longer one."
+        f"Drafting a token costs c = {plan.cost_ratio_c:.3f} of a decoding step (batch 1). While "
+        f"verifying is free a chain of k={plan.rule_depth} is worth drafting, and no longer one."
     )
+    yield from _caches(plan)
     last = plan.memory[-1]
     yield (
-        f"Memory: {_gb(last.total)} at batch {last.batch} with {plan.config.context} tokens in each "
-        f"cache, of {_gb(plan.memory_bytes)}; the largest batch that fits is {plan.largest_batch}."
+        f"Memory: {_size(last.total)} of {_size(plan.memory_bytes)} at batch {last.batch} with "
+        f"{plan.config.context} tokens a row; the largest batch that fits is {plan.largest_batch}."
     )
     if not plan.acceptance.measured:
         yield (
-            f"Acceptance is not measured ({plan.acceptance.source}), and speedups are only as good "
-            "as it is: headstart eval tree=chain5 measures a head, alphas_from=runs/eval/NAME plans "
-            "with it."
+            f"Acceptance is not measured ({plan.acceptance.source}) and every speedup rests on it: "
+            "headstart eval tree=chain5 measures it, alphas_from=runs/eval/NAME plans with that."
         )
 
 
@@ -131,6 +131,16 @@ def _buys(plan: Plan) -> str:
     return f"{text}; at batch {last.batch} {_best(last)}." if last is not first else f"{text}."
 
 
+def _caches(plan: Plan) -> Iterator[str]:
+    """Say where reading the caches decides, which drafts do not add to."""
+    bound = [row.batch for row in plan.batches if _bound(row.plain) == "KV"]
+    if bound:
+        yield (
+            f"From batch {bound[0]} on, reading the KV caches takes most of a step. Drafts do not "
+            "add to that, which keeps them worthwhile at larger batches."
+        )
+
+
 def _best(row: BatchRow) -> str:
     return (
         f"{row.best.label} decodes {row.best_speedup:.2f}x as fast as plain decoding "
@@ -141,11 +151,11 @@ def _best(row: BatchRow) -> str:
 def _reading(plan: Plan) -> str:
     one = weight_bytes(plan.target_work, 1)
     step = step_time(plan.target_work, 1, plan.machine, rows=0)
-    text = f"A pass over one token reads {_gb(one)} of weights in {_ms(step.weights)}"
+    text = f"A pass over one token reads {_size(one)} of weights in {_ms(step.weights)} ms"
     if plan.target.num_experts > 1:
         many = weight_bytes(plan.target_work, 64)
         text += (
-            f", one over 64 tokens {_gb(many)}, as they are sent to more of the "
+            f", one over 64 tokens {_size(many)}, as they are sent to more of the "
             f"{plan.target.num_experts} experts"
         )
     else:
@@ -189,8 +199,8 @@ def _drafts(plan: Plan) -> Section:
     ]
     columns = ["draft", "nodes verified", "tokens a round", "limit", "knee at batch"]
     lines = [
-        "tokens a round count the bonus, and are the speedup while drafting and verifying are free. "
-        "limit: what the speedup falls to far past the knee."
+        "tokens a round include the bonus; they are the speedup while drafting and verifying are "
+        "free. limit: what the speedup falls to far past the knee."
     ]
     return Section("Drafts", lines, columns, rows)
 
@@ -217,21 +227,21 @@ def _steps(plan: Plan) -> Section:
         "A pass takes the longer of weights and compute, and KV (attention over the caches, which "
         "a longer draft leaves as it is) and launch on top."
     ]
-    return Section("Where the time of a pass goes", lines, columns, rows)
+    return Section("Where the time of a pass goes, in milliseconds", lines, columns, rows)
 
 
 def _memory(plan: Plan) -> Section:
     rows = [
         [
             str(row.batch),
-            *(_gb(value) for name, value in vars(row).items() if name != "batch"),
-            _gb(row.total),
+            *(_size(value) for name, value in vars(row).items() if name != "batch"),
+            _size(row.total),
             "yes" if row.total <= plan.memory_bytes else "no",
         ]
         for row in plan.memory
     ]
     columns = ["batch", "target weights", "drafter weights", "read-out copy", "target KV"]
-    columns += ["drafter KV", "logits", "total", f"fits {_gb(plan.memory_bytes)}"]
+    columns += ["drafter KV", "logits", "total", f"fits {_size(plan.memory_bytes)}"]
     nodes = max(draft.nodes for draft in plan.drafts)
     lines = [
         f"KV of {plan.config.context} tokens a row in {plan.config.kv_dtype}; logits of {nodes} "
@@ -254,9 +264,9 @@ def _training(plan: Plan) -> Section:
         ["training with the target in every step", f"{made.online_tokens_per_s:,.0f} tokens/s"],
         ["capture once and train", f"{made.captured_hours:.2f} hours"],
         ["train with the target in every step", f"{made.online_hours:.2f} hours"],
-        ["features of 1000 rows", _gb(made.stored_bytes_per_1000_rows)],
-        [f"features of {asked.rows} rows", _gb(made.stored_bytes)],
-        ["head, gradients, optimizer in fp32", _gb(made.trained_bytes)],
+        ["features of 1000 rows", _size(made.stored_bytes_per_1000_rows)],
+        [f"features of {asked.rows} rows", _size(made.stored_bytes)],
+        ["head, gradients, optimizer in fp32", _size(made.trained_bytes)],
     ]
     lines = [
         f"{asked.rows} rows of {asked.row_tokens} tokens, {asked.epochs} epochs, at "
@@ -307,12 +317,19 @@ def _bound(step: StepTime) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
-def _gb(count: float) -> str:
-    return f"{count / 1e9:.3g} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
+def _size(count: float) -> str:
+    """Write bytes in the unit that fits; '-' for none."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            value = count / scale
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
+    return "-" if count == 0 else f"{count:.0f} B"
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds else "0"
+    """Write seconds in milliseconds; '-' for none."""
+    value = 1e3 * seconds
+    return "-" if value == 0 else f"{value:.{1 if value >= 10 else 2 if value >= 0.1 else 4}f}"
 
 
 # plan.json
@@ -357,7 +374,7 @@ def _batch_json(row: BatchRow) -> dict[str, Any]:
 
 
 def draw(plan: Plan) -> Canvas:
-    """Return the plot: speedup over batch for each draft, and the time of a pass over its tokens."""
+    """Return the plot: speedup over batch of each draft, and the time of a pass by its tokens."""
     canvas = Canvas(figsize=(11, 4.2), layout="constrained")
     left, right = canvas.subplots(1, 2)
     canvas.suptitle(title(plan), fontsize="medium")

@@ -3,8 +3,8 @@
 A pass takes the longer of two times, reading its weights and multiplying by them; attention over
 the KV caches and the starting of operations come on top. Below the knee, verifying a draft costs
 what decoding one token costs; past it, time grows with the tokens and speculation loses.
-Numbers in, numbers out. Units: seconds, bytes, FLOPs (a multiply-add counts two). A pass has `tokens`
-tokens over all its `rows` (sequences) together; k is the drafted tokens of a chain.
+Numbers in, numbers out. Units: seconds, bytes, FLOPs (a multiply-add counts two). A pass has
+`tokens` tokens over all its `rows` (sequences) together; k is the drafted tokens of a chain.
 """
 
 import math
