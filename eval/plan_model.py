@@ -17,7 +17,7 @@ from headstart.eval.roofline import Context, Work
 from headstart.heads.target import ATTENTION_KINDS, TargetShape
 
 OPERATIONS_A_LAYER = 45
-"""Operations that one eager Llama layer starts, views not counted (torch 2.9, transformers 5)."""
+"""Operations that a layer of transformers' Llama starts, views not counted."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NOT_PLANNED = {
     "kv_lora_rank": "latent attention keeps another cache",

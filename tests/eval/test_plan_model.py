@@ -140,9 +140,16 @@ def test_an_architecture_that_cannot_be_planned_is_refused_by_field(changes, mes
         model_size(ModelConfig(path=path))
 
 
-def test_a_recurrent_state_is_refused():
-    config = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-    with pytest.raises(ValueError, match="model_type=mamba keeps a recurrent state"):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mamba", "layer_types has linear_attention"),
+        ("recurrent_gemma", "model_type=recurrent_gemma keeps a recurrent state"),
+    ],
+)
+def test_a_recurrent_state_is_refused(kind, message):
+    config = {"model_type": kind, "hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 64}
+    with pytest.raises(ValueError, match=message):
         model_size(ModelConfig(config=config))
 
 
