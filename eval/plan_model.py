@@ -19,6 +19,8 @@ from headstart.heads.target import ATTENTION_KINDS, TargetShape
 OPERATIONS_A_LAYER = 45
 """Operations that a layer of transformers' Llama starts, views not counted."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+UNDECLARED = ("head_dim",)
+"""Fields that models read although not every configuration class declares them (Qwen3-MoE's)."""
 NOT_PLANNED = {
     "kv_lora_rank": "latent attention keeps another cache",
     "num_kv_shared_layers": "layers that share a cache",
@@ -94,15 +96,22 @@ def model_size(config: ModelConfig, *, option: str = "model") -> ModelSize:
     """
     full = read_config(config, option)
     name = config.name or Path(config.path or full.model_type).name
-    refuse_unplanned(name, full)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(full)
+    try:
+        refuse_unplanned(name, full)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(full)
+        size = measure_model(name, model)
+    except (AttributeError, KeyError, TypeError) as error:  # a field that transformers misses
+        raise ValueError(
+            f"{name}: a model_type={full.model_type} of these fields cannot be built "
+            f"({_first_sentence(error)}); complete the configuration or plan for another model"
+        ) from error
     if getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{name}: model_type={full.model_type} keeps a recurrent state, which a rejected draft "
             "cannot roll back; plan for a model that only has attention layers"
         )
-    return measure_model(name, model)
+    return size
 
 
 def read_config(config: ModelConfig, option: str) -> PreTrainedConfig:
@@ -132,7 +141,7 @@ def _from_fields(fields: dict[str, Any], option: str) -> PreTrainedConfig:
             "no such architecture; give llama, qwen3_moe or another it knows"
         ) from error
     for field_name in fields:
-        if not hasattr(known, field_name):
+        if not hasattr(known, field_name) and field_name not in UNDECLARED:
             raise ValueError(
                 f"{option}.config.{field_name}: a {kind} configuration has no such field; check "
                 "its spelling in the model's config.json"
@@ -175,6 +184,12 @@ def measure_model(name: str, model: PreTrainedModel) -> ModelSize:
         del read[embedding]
     experts = sum(weight.numel() for weight, path in read.items() if "experts" in path.split("."))
     num_experts, top_k = _routing(name, text, experts)
+    stray = [p for w, p in read.items() if w.dim() == 3 and "experts" not in p.split(".")]
+    if num_experts > 1 and stray:
+        raise ValueError(
+            f"{name}: {stray[0]} of {text.model_type} looks like weights of experts under another "
+            "name; the plan cannot tell which of them a token reads"
+        )
     return ModelSize(
         name=name,
         shape=shape,

@@ -143,7 +143,7 @@ def _caches(plan: Plan) -> Iterator[str]:
 
 def _best(row: BatchRow) -> str:
     return (
-        f"{row.best.label} decodes {row.best_speedup:.2f}x as fast as plain decoding "
+        f"drafting {row.best.label} is {row.best_speedup:.2f}x as fast as plain decoding "
         f"({row.best.expected:.2f} tokens a round)"
     )
 

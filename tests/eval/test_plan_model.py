@@ -144,13 +144,12 @@ def test_an_architecture_that_cannot_be_planned_is_refused_by_field(changes, mes
     ("kind", "message"),
     [
         ("mamba", "layer_types has linear_attention"),
-        ("recurrent_gemma", "model_type=recurrent_gemma keeps a recurrent state"),
+        ("rwkv", "model_type=rwkv keeps a recurrent state"),
     ],
 )
 def test_a_recurrent_state_is_refused(kind, message):
-    config = {"model_type": kind, "hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 64}
     with pytest.raises(ValueError, match=message):
-        model_size(ModelConfig(config=config))
+        model_size(ModelConfig(config={"model_type": kind, "hidden_size": 32}))
 
 
 def test_experts_without_a_count_a_token_are_refused():
@@ -158,6 +157,18 @@ def test_experts_without_a_count_a_token_are_refused():
     vars(model.config)["num_experts_per_tok"] = None  # as an architecture without the field
     with pytest.raises(ValueError, match="has weights of experts but no num_experts_per_tok"):
         measure_model("mixture", model)
+
+
+def test_experts_under_another_name_are_refused():
+    fields = {"model_type": "jetmoe", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    with pytest.raises(ValueError, match="looks like weights of experts under another name"):
+        model_size(ModelConfig(config=fields))
+
+
+def test_a_configuration_that_transformers_cannot_build_is_one_sentence():
+    with pytest.raises(ValueError, match="model_type=dbrx of these fields cannot be built") as told:
+        model_size(ModelConfig(config={"model_type": "dbrx", "n_layers": 1}))
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(
