@@ -100,18 +100,21 @@ def model_size(config: ModelConfig, *, option: str = "model") -> ModelSize:
         refuse_unplanned(name, full)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(full)
-        size = measure_model(name, model)
+        _refuse_recurrent(name, model)
+        return measure_model(name, model)
     except (AttributeError, KeyError, TypeError) as error:  # a field that transformers misses
         raise ValueError(
             f"{name}: a model_type={full.model_type} of these fields cannot be built "
             f"({_first_sentence(error)}); complete the configuration or plan for another model"
         ) from error
+
+
+def _refuse_recurrent(name: str, model: PreTrainedModel) -> None:
     if getattr(model, "_is_stateful", False):
         raise ValueError(
-            f"{name}: model_type={full.model_type} keeps a recurrent state, which a rejected draft "
-            "cannot roll back; plan for a model that only has attention layers"
+            f"{name}: model_type={model.config.model_type} keeps a recurrent state, which a "
+            "rejected draft cannot roll back; plan for a model of attention layers"
         )
-    return size
 
 
 def read_config(config: ModelConfig, option: str) -> PreTrainedConfig:
