@@ -98,10 +98,13 @@ def sections(plan: Plan) -> list[Section]:
 def _in_short(plan: Plan) -> Iterator[str]:
     yield _buys(plan)
     yield _reading(plan)
-    yield (
-        f"Drafting a token costs c = {plan.cost_ratio_c:.3f} of a decoding step (batch 1). While "
-        f"verifying is free a chain of k={plan.rule_depth} is worth drafting, and no longer one."
-    )
+    drafting = f"Drafting a token costs c = {plan.cost_ratio_c:.3f} of a decoding step (batch 1)."
+    if plan.target.num_experts == 1:
+        drafting += (
+            f" While verifying is free a chain of k={plan.rule_depth} is worth drafting, and no "
+            "longer one."
+        )
+    yield drafting
     yield from _caches(plan)
     last = plan.memory[-1]
     yield (
@@ -125,7 +128,7 @@ def _buys(plan: Plan) -> str:
         if first.best is not None
         else f"At batch {first.batch} no draft pays; at batch {paying[0].batch} {_best(paying[0])}"
     )
-    losing = [row.batch for row in plan.batches if row.best is None and row.batch > first.batch]
+    losing = [row.batch for row in plan.batches if row.batch > paying[-1].batch]
     if losing:
         return f"{text}. From batch {losing[0]} on no draft pays: switch speculation off there."
     return f"{text}; at batch {last.batch} {_best(last)}." if last is not first else f"{text}."
@@ -154,15 +157,16 @@ def _reading(plan: Plan) -> str:
     text = f"A pass over one token reads {_size(one)} of weights in {_ms(step.weights)} ms"
     if plan.target.num_experts > 1:
         many = weight_bytes(plan.target_work, 64)
-        text += (
-            f", one over 64 tokens {_size(many)}, as they are sent to more of the "
-            f"{plan.target.num_experts} experts"
+        return (
+            f"{text}, one over 64 tokens {_size(many)}, as they are sent to more of the "
+            f"{plan.target.num_experts} experts: verifying is never quite free. From "
+            f"{plan.knee_tokens:.0f} tokens a pass on (the knee: batch times nodes verified) "
+            "computing takes longer than reading."
         )
-    else:
-        text += ", and one over more tokens no more"
     return (
-        f"{text}. From {plan.knee_tokens:.0f} tokens a pass on (the knee: batch times nodes "
-        "verified) computing takes longer than reading, and verifying is no longer free."
+        f"{text}, and one over more tokens no more. From {plan.knee_tokens:.0f} tokens a pass on "
+        "(the knee: batch times nodes verified) computing takes longer than reading, and verifying "
+        "is no longer free."
     )
 
 
@@ -179,7 +183,10 @@ def _speed(plan: Plan) -> Section:
         ]
         for row in plan.batches
     ]
-    lines = ["Under 1.00 a draft loses. tokens/s are of all rows together."]
+    lines = [
+        "Under 1.00 a draft loses. best is over chains of every length and the trees shown. tokens/s "
+        "are of all rows together."
+    ]
     if plan.batches[-1].batch > plan.largest_batch:
         lines.append(f"* does not fit the memory of {plan.hardware.name}.")
     columns = ["batch", *labels, "best", "speedup", "plain tokens/s", "best tokens/s"]
