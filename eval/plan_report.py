@@ -184,8 +184,8 @@ def _speed(plan: Plan) -> Section:
         for row in plan.batches
     ]
     lines = [
-        "Under 1.00 a draft loses. best is over chains of every length and the trees shown. tokens/s "
-        "are of all rows together."
+        "Under 1.00 a draft loses. best is over chains of every length and the trees shown; "
+        "tokens/s are of all rows."
     ]
     if plan.batches[-1].batch > plan.largest_batch:
         lines.append(f"* does not fit the memory of {plan.hardware.name}.")
