@@ -53,6 +53,9 @@ COMMANDS = {
     "train": Command("headstart.train.run", "TrainRun", "rows -> a head checkpoint"),
     "eval": Command("headstart.eval.run", "EvalRun", "heads + prompts -> figures and a report"),
     "report": Command("headstart.eval.report_run", "ReportRun", "results -> one leaderboard"),
+    "plan": Command(
+        "headstart.eval.plan", "PlanRun", "a model and a device -> what drafting would buy"
+    ),
     "pipeline": Command(
         "headstart.pipeline", "PipelineRun", "all of it from one config: experiment=demo"
     ),
@@ -63,6 +66,8 @@ def register() -> None:
     """Add every schema to Hydra's store; entry points and tests call it once."""
     from headstart.data.source import DataConfig
     from headstart.eval.engine.sampling import SamplingConfig
+    from headstart.eval.hardware import HardwareConfig
+    from headstart.eval.plan_model import ModelConfig
     from headstart.eval.settings import TreeConfig
     from headstart.heads.base import families
     from headstart.heads.load import RuntimeConfig, TargetConfig
@@ -77,6 +82,8 @@ def register() -> None:
         "tree": TreeConfig,
         "sampling": SamplingConfig,
         "runtime": RuntimeConfig,
+        "model": ModelConfig,
+        "hardware": HardwareConfig,
     }
     for group, node in groups.items():
         store.store(group=group, name=f"base_{group}", node=node)

@@ -86,9 +86,13 @@ class StoreJob:
 
 def bytes_per_token(target: Target, taps: Sequence[int], dtype: str = "target") -> int:
     """Return what a store holds for one token: its states, and 13 bytes."""
-    codec = Codec.of(dtype, target.dtype)
+    return stored_bytes(Codec.of(dtype, target.dtype), target.shape.hidden_size, taps)
+
+
+def stored_bytes(codec: Codec, width: int, taps: Sequence[int]) -> int:
+    """Return the bytes of one token of a target of some width: its states, and 13 bytes."""
     names = [LAST, *(aux_name(s) for s in taps)]
-    states = sum(codec.bytes_per_token(name, target.shape.hidden_size) for name in names)
+    states = sum(codec.bytes_per_token(name, width) for name in names)
     return states + sum(dtype.itemsize for dtype in COLUMNS.values())
 
 

@@ -28,10 +28,16 @@ GIVEN = {
     "train": ["rows=rows"],
     "eval": ["checkpoints=[head]"],
     "report": ["results=[result]"],
+    "plan": [],
     "pipeline": [],
 }
 """What each command must be given."""
-NEEDED = {"target=hf": ["target.path=somewhere"], "data=jsonl": ["data.path=chats.jsonl"]}
+NEEDED = {
+    "target=hf": ["target.path=somewhere"],
+    "data=jsonl": ["data.path=chats.jsonl"],
+    "model=hf": ["model.path=somewhere"],
+    "model@draft_model=hf": ["draft_model.path=somewhere"],
+}
 """What an option needs beside it."""
 EXPERIMENTS = {"train": ["compare"], "pipeline": ["demo", "smoke"]}
 """An experiment sets options of one command."""
