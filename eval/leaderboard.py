@@ -2,11 +2,12 @@
 
 Rows are ranked by decode speedup and never by an acceptance rate, which falls with the length of a
 draft by arithmetic alone. They are ranked only within one setting (target, machine, prompts,
-sampling), and a lossy row holds no rank.
+sampling), and a lossy row holds no rank. A head that is no faster than prompt lookup is told so.
 """
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,16 +22,22 @@ Named = tuple[str, Result]
 
 SPEED = "speedup_ratio_of_sums_decode"
 TAU = "tau_with_bonus_micro"
+LOOKUP = ("prompt_lookup",)
+"""Families that draft by looking up the prompt itself: what a trained head must beat."""
 COLUMNS = {
     "rank": "place by decode speedup among the lossless rows of one setting",
     "drafter": "what drafted; plain is the target alone, through the same loop",
     "tree": "shape of the draft",
     "scheme": "rule by which drafted tokens are accepted",
     "decode speedup": f"{SPEED}: {DEFINITIONS[SPEED]}; 95 % interval over prompts",
+    "over lookup": "decode speedup over that of the fastest prompt lookup on the same prompts, which "
+    "needs no training; BELOW: not worth a head here; unclear: its interval reaches lookup's speed",
     "e2e speedup": f"speedup_ratio_of_sums_e2e: {DEFINITIONS['speedup_ratio_of_sums_e2e']}",
     "tau": f"{TAU}: {DEFINITIONS[TAU]}; 95 % interval over prompts",
     "tau, full rounds": f"tau_full_rounds: {DEFINITIONS['tau_full_rounds']}",
     "cut": f"cut_rounds: {DEFINITIONS['cut_rounds']}",
+    "draft cost": "milliseconds of a round outside the target's pass (draft and commit) over those "
+    "of a plain step",
     "tokens/s": f"tokens_per_s_decode: {DEFINITIONS['tokens_per_s_decode']}",
     "identical": "share of greedy outputs that equal plain decoding token for token",
 }
@@ -91,35 +98,105 @@ def by_speed(named: Sequence[Named]) -> list[Named]:
     return sorted(named, key=key)
 
 
+@dataclass(frozen=True)
+class Row:
+    """One row of a leaderboard: a drafter, or plain decoding where `result` is null."""
+
+    kind: str
+    """'ranked', 'plain', 'unranked' (no plain arm to compare with) or 'lossy'."""
+    cells: list[str]
+    """Under COLUMNS."""
+    result: Result | None = None
+    standing: str = ""
+    """Against prompt lookup on the same prompts: 'ahead', 'unclear', 'behind', '' where there is
+    nothing to compare."""
+
+
+def leaderboard(group: Sequence[Named]) -> list[Row]:
+    """Return the rows of one setting: ranked ones with plain at its place, unranked, then lossy."""
+    ordered, lookup = by_speed(group), lookup_speed(group)
+    ranked = [r for r in ordered if r[1].drafter.lossless and r[1].figures[SPEED] is not None]
+    faster = [row for row in ranked if row[1].figures[SPEED] > 1]
+    cells = [_cells(name, r, lookup) for name, r in ranked]
+    plain = _plain_cells(group, lookup)
+    place = len(faster)
+    made = [_row("ranked", c, r, lookup) for c, (_, r) in zip(cells, ranked, strict=True)]
+    made[place:place] = [Row("plain", ["", *c]) for c in plain]
+    made = [replace(row, cells=[str(i), *row.cells[1:]]) for i, row in enumerate(made, 1)]
+    for name, r in ordered[len(ranked) :]:
+        kind = "unranked" if r.drafter.lossless else "lossy"
+        rest = _row(kind, _cells(name, r, lookup), r, lookup)
+        made.append(replace(rest, cells=["-" if r.drafter.lossless else "lossy", *rest.cells[1:]]))
+    return made
+
+
 def leaderboard_rows(group: Sequence[Named]) -> list[list[str]]:
     """Return the cells of one setting under COLUMNS; plain decoding is ranked at speedup 1.00."""
-    ordered = by_speed(group)
-    ranked = [r for r in ordered if r[1].drafter.lossless and r[1].figures[SPEED] is not None]
-    faster = [_cells(name, r) for name, r in ranked if r.figures[SPEED] > 1]
-    slower = [_cells(name, r) for name, r in ranked if r.figures[SPEED] <= 1]
-    rows = [*faster, *_plain_cells(group), *slower]
-    rows = [[str(rank), *cells] for rank, cells in enumerate(rows, 1)]
-    unranked = [(name, r) for name, r in ordered[len(ranked) :]]
-    return rows + [["-" if r.drafter.lossless else "lossy", *_cells(n, r)] for n, r in unranked]
+    return [row.cells for row in leaderboard(group)]
 
 
-def _cells(name: str, result: Result) -> list[str]:
+def lookup_speed(group: Sequence[Named]) -> float | None:
+    """Return the decode speedup of the fastest lossless prompt lookup; None where none was run."""
+    speeds = [
+        r.figures[SPEED]
+        for _, r in group
+        if r.drafter.family in LOOKUP and r.drafter.lossless and r.figures[SPEED] is not None
+    ]
+    return max(speeds, default=None)
+
+
+def standing(result: Result, lookup: float | None) -> str:
+    """Say whether a drafter is worth more than prompt lookup, which needs no training.
+
+    'ahead' when its whole interval lies above lookup's speedup, 'unclear' when only its value does.
+    """
+    speed, interval = result.figures[SPEED], result.intervals.get(SPEED)
+    if lookup is None or speed is None or result.drafter.family in LOOKUP:
+        return ""
+    if speed <= lookup:
+        return "behind"
+    return "ahead" if interval is not None and interval[0] > lookup else "unclear"
+
+
+def draft_cost(result: Result) -> float | None:
+    """Return the time of a round outside the target's pass, in plain steps; None if untimed."""
+    figures = result.figures
+    plain = figures["ms_plain_per_token"]
+    parts = [figures["ms_draft_per_round"], figures["ms_commit_per_round"]]
+    return sum(parts) / plain if plain and None not in parts else None
+
+
+def _row(kind: str, cells: list[str], result: Result, lookup: float | None) -> Row:
+    return Row(kind, ["", *cells], result, standing(result, lookup))
+
+
+def _cells(name: str, result: Result, lookup: float | None) -> list[str]:
     f, intervals, equality = result.figures, result.intervals, result.equality
     return [
         name,
         result.drafter.tree,
         result.drafter.verify_scheme,
         with_interval(f[SPEED], intervals.get(SPEED)),
+        over_lookup(f[SPEED], lookup, standing(result, lookup)),
         number(f["speedup_ratio_of_sums_e2e"]),
         with_interval(f[TAU], intervals.get(TAU)),
         number(f["tau_full_rounds"]),
         number(f["cut_rounds"], 0),
+        number(draft_cost(result)),
         number(f["tokens_per_s_decode"], 1),
         "-" if equality is None else f"{100 * equality.fraction_identical:.1f} %",
     ]
 
 
-def _plain_cells(group: Sequence[Named]) -> list[list[str]]:
+def over_lookup(speed: Value, lookup: float | None, standing: str) -> str:
+    """Print a speedup over that of prompt lookup, and in words where it is not clearly more."""
+    if speed is None or lookup is None:
+        return "-"
+    told = {"behind": " BELOW", "unclear": " unclear"}.get(standing, "")
+    return f"{number(speed / lookup)}{told}"
+
+
+def _plain_cells(group: Sequence[Named], lookup: float | None) -> list[list[str]]:
     """One plain row a distinct baseline: runs made apart were each timed against their own."""
     plain: dict[str, str] = {}
     for name, result in group:
@@ -128,7 +205,7 @@ def _plain_cells(group: Sequence[Named]) -> list[list[str]]:
             plain.setdefault(number(speed, 1), name)
     return [
         ["plain" if len(plain) == 1 else f"plain (run of {name})", "-", "-"]
-        + ["1.00", "1.00", "1.00", "1.00", "0", speed, "-"]
+        + ["1.00", over_lookup(1.0, lookup, ""), "1.00", "1.00", "1.00", "0", "0.00", speed, "-"]
         for speed, name in plain.items()
     ]
 

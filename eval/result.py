@@ -8,8 +8,8 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,52 @@ class Category:
 
 
 @dataclass
+class Branch:
+    """How the rounds that came to one node of their draft went on, by the place of the child.
+
+    A node is known by its path: the place among siblings, 0 the first tried, of every node from
+    the root down; [] is the root.
+    """
+
+    path: list[int]
+    offered: list[int]
+    """Rounds that came here and had a child in this place to try."""
+    accepted: list[int]
+    """Rounds that accepted it."""
+
+
+@dataclass
+class Run:
+    """Some tokens of an answer in a row that have one origin."""
+
+    origin: str
+    """'prefill' (the prompt's own pass), 'drafted' (accepted) or 'added' (the target's own)."""
+    text: str
+    tokens: int
+
+
+@dataclass
+class Sample:
+    """One prompt and its answer, to be read."""
+
+    prompt_id: str
+    category: str
+    prompt: str
+    """End of the prompt, special tokens left out."""
+    runs: list[Run]
+    """Start of the answer."""
+
+
+@dataclass
+class BatchPoint:
+    """Decode speedup over plain decoding where both go at the same batch size."""
+
+    batch: int
+    speedup: float
+    interval: Interval = None
+
+
+@dataclass
 class Result:
     """One drafter's evaluation; `figures` has every name of metrics.DEFINITIONS."""
 
@@ -155,6 +201,12 @@ class Result:
     figures_without_loops: dict[str, Value] | None = None
     """Null when no prompt or every prompt loops."""
     warnings: list[str] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    """Acceptance by path through the draft; empty where the run did not record paths."""
+    samples: list[Sample] = field(default_factory=list)
+    """A few prompts as text; empty where the target has no tokenizer."""
+    batch_points: list[BatchPoint] = field(default_factory=list)
+    """Speedup over batch size; empty where one size was measured, which is `sampling.batch`."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -194,6 +246,8 @@ class PromptRow:
     plain_tokens: int | None
     plain_seconds: float | None
     plain_prefill_seconds: float | None
+    places: list[list[int]] = field(default_factory=list)
+    offered: list[list[int]] = field(default_factory=list)
 
 
 def prompt_row(
@@ -225,6 +279,8 @@ def prompt_row(
         plain_tokens=None if plain is None else len(plain.token_ids),
         plain_seconds=None if plain is None else plain.seconds,
         plain_prefill_seconds=None if plain is None else plain.prefill_seconds,
+        places=[r.places for r in rounds],
+        offered=[r.offered for r in rounds],
     )
 
 
@@ -242,8 +298,9 @@ def write_result(directory: Path, result: Result, prompt_rows: Sequence[PromptRo
 def read_result(path: Path) -> Result:
     """Read a result.json, or the one in a directory.
 
-    Raises FileNotFoundError, and ValueError naming the file and the key that is missing, unknown or
-    of the wrong type, or the schema version found.
+    A field with a default may be missing: the file is older than it. Raises FileNotFoundError, and
+    ValueError naming the file and the key that is missing, unknown or of the wrong type, or the
+    schema version found.
     """
     path = path / "result.json" if path.is_dir() else path
     data = read_json(path)
@@ -260,8 +317,11 @@ def read_result(path: Path) -> Result:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _check_names(where: str, found: dict[str, Any], expected: set[str]) -> None:
-    missing, unknown = sorted(expected - set(found)), sorted(set(found) - expected)
+def _check_names(
+    where: str, found: dict[str, Any], expected: set[str], optional: Set[str] = frozenset()
+) -> None:
+    missing = sorted(expected - set(found) - optional)
+    unknown = sorted(set(found) - expected)
     if missing or unknown:
         raise ValueError(
             f"{where}: missing {', '.join(missing) or 'nothing'}, "
@@ -269,12 +329,17 @@ def _check_names(where: str, found: dict[str, Any], expected: set[str]) -> None:
         )
 
 
+def _has_default(of: dataclasses.Field) -> bool:
+    return of.default is not MISSING or of.default_factory is not MISSING
+
+
 def _from_json(kind: Any, value: Any, where: str) -> Any:
     """Build `kind` (dataclass, list, dict, union or scalar type) from JSON, refusing misfits."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
-        _check_names(where, value, set(hints))
+        fields = dataclasses.fields(kind)
+        _check_names(where, value, set(hints), {f.name for f in fields if _has_default(f)})
         return kind(**{k: _from_json(hints[k], v, f"{where}.{k}") for k, v in value.items()})
     if origin is list and isinstance(value, list):
         return [_from_json(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
