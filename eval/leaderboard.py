@@ -30,8 +30,8 @@ COLUMNS = {
     "tree": "shape of the draft",
     "scheme": "rule by which drafted tokens are accepted",
     "decode speedup": f"{SPEED}: {DEFINITIONS[SPEED]}; 95 % interval over prompts",
-    "over lookup": "decode speedup over that of the fastest prompt lookup on the same prompts, which "
-    "needs no training; BELOW: not worth a head here; unclear: its interval reaches lookup's speed",
+    "over lookup": "decode speedup over that of the fastest prompt lookup on the same prompts; "
+    "BELOW: no head is needed for as much; unclear: the row's interval reaches lookup's speed",
     "e2e speedup": f"speedup_ratio_of_sums_e2e: {DEFINITIONS['speedup_ratio_of_sums_e2e']}",
     "tau": f"{TAU}: {DEFINITIONS[TAU]}; 95 % interval over prompts",
     "tau, full rounds": f"tau_full_rounds: {DEFINITIONS['tau_full_rounds']}",
@@ -61,11 +61,13 @@ def leaderboard_table(results: Sequence[Result]) -> Table:
 
 
 def name_results(results: Sequence[Result]) -> list[Named]:
-    """Pair each result with its drafter's name, numbered where several carry the same one."""
-    names = [r.drafter.name for r in results]
+    """Pair each result with its drafter's name, numbered where one setting has it several times."""
+    keys = [(_setting(r), r.drafter.name) for r in results]
     unique = [
-        f"{name} #{names[: i + 1].count(name)}" if names.count(name) > 1 else name
-        for i, name in enumerate(names)
+        f"{name} #{keys[: i + 1].count((setting, name))}"
+        if keys.count((setting, name)) > 1
+        else name
+        for i, (setting, name) in enumerate(keys)
     ]
     return list(zip(unique, results, strict=True))
 
@@ -78,14 +80,43 @@ def by_setting(named: Sequence[Named]) -> dict[str, list[Named]]:
     return groups
 
 
+def setting_labels(groups: Sequence[Sequence[Named]]) -> list[str]:
+    """Name each setting by its prompts, its temperature and whatever else tells it apart."""
+    parts = [_parts(group[0][1]) for group in groups]
+    told = {key for key in parts[0] if key in _ALWAYS or len({part[key] for part in parts}) > 1}
+    return [", ".join(part[key] for key in part if key in told) for part in parts]
+
+
+_ALWAYS = ("prompts", "temperature")
+
+
 def _setting(result: Result) -> str:
-    p, s = result.provenance, result.sampling
+    p = _parts(result)
     return (
-        f"{p.target} (fingerprint {p.target_fingerprint[:8]}) on {p.device}, {p.threads} threads, "
-        f"{p.dtype}, batch {s.batch}; prompts {p.prompt_suite} ({p.prompt_suite_hash[:8]}), "
-        f"template {p.template_hash[:8]}; temperature {s.temperature:g}, top_p {s.top_p:g}, "
-        f"top_k {s.top_k}, at most {s.max_new_tokens} new tokens, eos_policy {s.eos_policy}"
+        f"{p['target']} on {p['device']}, {p['threads']}, {p['dtype']}, {p['batch']}; prompts "
+        f"{p['prompts']} ({p['suite']}), {p['template']}; {p['temperature']}, {p['top_p']}, "
+        f"{p['top_k']}, {p['limit']}, {p['eos_policy']}"
     )
+
+
+def _parts(result: Result) -> dict[str, str]:
+    """Return what must agree between results that are compared, the prompts first."""
+    p, s = result.provenance, result.sampling
+    return {
+        "prompts": p.prompt_suite,
+        "temperature": f"temperature {s.temperature:g}",
+        "target": f"{p.target} (fingerprint {p.target_fingerprint[:8]})",
+        "device": p.device,
+        "threads": f"{p.threads} threads",
+        "dtype": p.dtype,
+        "batch": f"batch {s.batch}",
+        "suite": p.prompt_suite_hash[:8],
+        "template": f"template {p.template_hash[:8]}",
+        "top_p": f"top_p {s.top_p:g}",
+        "top_k": f"top_k {s.top_k}",
+        "limit": f"at most {s.max_new_tokens} new tokens",
+        "eos_policy": f"eos_policy {s.eos_policy}",
+    }
 
 
 def by_speed(named: Sequence[Named]) -> list[Named]:
@@ -114,20 +145,13 @@ class Row:
 
 def leaderboard(group: Sequence[Named]) -> list[Row]:
     """Return the rows of one setting: ranked ones with plain at its place, unranked, then lossy."""
-    ordered, lookup = by_speed(group), lookup_speed(group)
-    ranked = [r for r in ordered if r[1].drafter.lossless and r[1].figures[SPEED] is not None]
-    faster = [row for row in ranked if row[1].figures[SPEED] > 1]
-    cells = [_cells(name, r, lookup) for name, r in ranked]
-    plain = _plain_cells(group, lookup)
-    place = len(faster)
-    made = [_row("ranked", c, r, lookup) for c, (_, r) in zip(cells, ranked, strict=True)]
-    made[place:place] = [Row("plain", ["", *c]) for c in plain]
-    made = [replace(row, cells=[str(i), *row.cells[1:]]) for i, row in enumerate(made, 1)]
-    for name, r in ordered[len(ranked) :]:
-        kind = "unranked" if r.drafter.lossless else "lossy"
-        rest = _row(kind, _cells(name, r, lookup), r, lookup)
-        made.append(replace(rest, cells=["-" if r.drafter.lossless else "lossy", *rest.cells[1:]]))
-    return made
+    lookup = lookup_speed(group)
+    rows = [_row(name, result, lookup) for name, result in by_speed(group)]
+    ranked = [row for row in rows if row.kind == "ranked"]
+    faster = [row for row in ranked if row.result.figures[SPEED] > 1]
+    ranked[len(faster) : len(faster)] = _plain_rows(group, lookup)
+    ranked = [replace(row, cells=[str(i), *row.cells[1:]]) for i, row in enumerate(ranked, 1)]
+    return ranked + [row for row in rows if row.kind != "ranked"]
 
 
 def leaderboard_rows(group: Sequence[Named]) -> list[list[str]]:
@@ -166,13 +190,12 @@ def draft_cost(result: Result) -> float | None:
     return sum(parts) / plain if plain and None not in parts else None
 
 
-def _row(kind: str, cells: list[str], result: Result, lookup: float | None) -> Row:
-    return Row(kind, ["", *cells], result, standing(result, lookup))
-
-
-def _cells(name: str, result: Result, lookup: float | None) -> list[str]:
+def _row(name: str, result: Result, lookup: float | None) -> Row:
     f, intervals, equality = result.figures, result.intervals, result.equality
-    return [
+    kind = "ranked" if f[SPEED] is not None else "unranked"
+    kind = kind if result.drafter.lossless else "lossy"
+    cells = [
+        {"ranked": "", "unranked": "-", "lossy": "lossy"}[kind],
         name,
         result.drafter.tree,
         result.drafter.verify_scheme,
@@ -186,6 +209,7 @@ def _cells(name: str, result: Result, lookup: float | None) -> list[str]:
         number(f["tokens_per_s_decode"], 1),
         "-" if equality is None else f"{100 * equality.fraction_identical:.1f} %",
     ]
+    return Row(kind, cells, result, standing(result, lookup))
 
 
 def over_lookup(speed: Value, lookup: float | None, standing: str) -> str:
@@ -196,18 +220,20 @@ def over_lookup(speed: Value, lookup: float | None, standing: str) -> str:
     return f"{number(speed / lookup)}{told}"
 
 
-def _plain_cells(group: Sequence[Named], lookup: float | None) -> list[list[str]]:
+def _plain_rows(group: Sequence[Named], lookup: float | None) -> list[Row]:
     """One plain row a distinct baseline: runs made apart were each timed against their own."""
     plain: dict[str, str] = {}
     for name, result in group:
         speed = result.figures["tokens_per_s_plain_decode"]
         if speed is not None:
             plain.setdefault(number(speed, 1), name)
-    return [
-        ["plain" if len(plain) == 1 else f"plain (run of {name})", "-", "-"]
-        + ["1.00", over_lookup(1.0, lookup, ""), "1.00", "1.00", "1.00", "0", "0.00", speed, "-"]
-        for speed, name in plain.items()
-    ]
+    rows = []
+    for speed, name in plain.items():
+        label = "plain" if len(plain) == 1 else f"plain (run of {name})"
+        over = over_lookup(1.0, lookup, "")
+        figures = ["1.00", over, "1.00", "1.00", "1.00", "0", "0.00", speed, "-"]
+        rows.append(Row("plain", ["", label, "-", "-", *figures]))
+    return rows
 
 
 def number(value: Value, digits: int = 2) -> str:

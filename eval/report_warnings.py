@@ -1,0 +1,56 @@
+"""What a reader of a report must know before trusting a row."""
+
+from collections.abc import Iterator, Sequence
+
+from headstart.eval.leaderboard import Named, lookup_speed, standing
+from headstart.eval.result import Result
+
+HALF = ("bfloat16", "float16")
+NAMES = 4
+
+
+def warnings(groups: Sequence[tuple[str, Sequence[Named]]]) -> list[tuple[str, str, str]]:
+    """Return (severity, text, which rows) of every warning once, the serious ones first.
+
+    Severities are 'serious' (the row may not be compared) and 'caution'.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for label, group in groups:
+        of_group: dict[tuple[str, str], list[str]] = {}
+        lookup = lookup_speed(group)
+        for name, result in group:
+            for warning in _of(result, lookup):
+                of_group.setdefault(warning, []).append(name)
+        for warning, names in of_group.items():
+            told = _names(names, len(group))
+            found.setdefault(warning, []).append(f"{label}: {told}" if len(groups) > 1 else told)
+    ordered = sorted(found.items(), key=lambda item: item[0][0] != "serious")
+    return [(*warning, "; ".join(names)) for warning, names in ordered]
+
+
+def _of(result: Result, lookup: float | None) -> Iterator[tuple[str, str]]:
+    if not result.drafter.lossless:
+        rule = result.drafter.verify_scheme
+        yield "serious", f"lossy ({rule}): outputs do not follow the target's distribution"
+    if result.equality is not None and result.equality.fraction_identical < 1:
+        yield _unequal(result.provenance.dtype)
+    if standing(result, lookup) == "behind":
+        yield "caution", "no faster than prompt lookup, which needs no training"
+    for warning in result.warnings:
+        yield "caution", warning
+
+
+def _unequal(dtype: str) -> tuple[str, str]:
+    if dtype in HALF:
+        return "caution", (
+            f"greedy outputs part from plain decoding: {dtype} rounds near ties either way; the "
+            "margins stand under equality"
+        )
+    return "serious", f"greedy outputs differ from plain decoding in {dtype}: not lossless"
+
+
+def _names(names: Sequence[str], rows: int) -> str:
+    if len(names) == rows and rows > 1:
+        return f"all {rows} rows"
+    hidden = len(names) - NAMES
+    return ", ".join(names[:NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
