@@ -6,7 +6,7 @@ sampling), and a lossy row holds no rank. A head that is no faster than prompt l
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -22,8 +22,10 @@ Named = tuple[str, Result]
 
 SPEED = "speedup_ratio_of_sums_decode"
 TAU = "tau_with_bonus_micro"
-LOOKUP = ("prompt_lookup",)
-"""Families that draft by looking up the prompt itself: what a trained head must beat."""
+LOOKUP = "lookup"
+"""Family that drafts what followed the same words in the prompt: what a head must beat."""
+ALL = ""
+"""Stands for the prompts of all suites together."""
 COLUMNS = {
     "rank": "place by decode speedup among the lossless rows of one setting",
     "drafter": "what drafted; plain is the target alone, through the same loop",
@@ -31,7 +33,8 @@ COLUMNS = {
     "scheme": "rule by which drafted tokens are accepted",
     "decode speedup": f"{SPEED}: {DEFINITIONS[SPEED]}; 95 % interval over prompts",
     "over lookup": "decode speedup over that of the fastest prompt lookup on the same prompts; "
-    "BELOW: no head is needed for as much; unclear: the row's interval reaches lookup's speed",
+    "BELOW: no head is needed for as much; unclear: the row's interval reaches lookup's speed; "
+    "with suites named, BELOW there",
     "e2e speedup": f"speedup_ratio_of_sums_e2e: {DEFINITIONS['speedup_ratio_of_sums_e2e']}",
     "tau": f"{TAU}: {DEFINITIONS[TAU]}; 95 % interval over prompts",
     "tau, full rounds": f"tau_full_rounds: {DEFINITIONS['tau_full_rounds']}",
@@ -139,17 +142,16 @@ class Row:
     """Under COLUMNS."""
     result: Result | None = None
     standing: str = ""
-    """Against prompt lookup on the same prompts: 'ahead', 'unclear', 'behind', '' where there is
-    nothing to compare."""
+    """Against prompt lookup on the same prompts, as `standing` says."""
 
 
 def leaderboard(group: Sequence[Named]) -> list[Row]:
     """Return the rows of one setting: ranked ones with plain at its place, unranked, then lossy."""
-    lookup = lookup_speed(group)
-    rows = [_row(name, result, lookup) for name, result in by_speed(group)]
+    lookups = lookup_speeds(group)
+    rows = [_row(name, result, lookups) for name, result in by_speed(group)]
     ranked = [row for row in rows if row.kind == "ranked"]
     faster = [row for row in ranked if row.result.figures[SPEED] > 1]
-    ranked[len(faster) : len(faster)] = _plain_rows(group, lookup)
+    ranked[len(faster) : len(faster)] = _plain_rows(group, lookups)
     ranked = [replace(row, cells=[str(i), *row.cells[1:]]) for i, row in enumerate(ranked, 1)]
     return ranked + [row for row in rows if row.kind != "ranked"]
 
@@ -159,27 +161,46 @@ def leaderboard_rows(group: Sequence[Named]) -> list[list[str]]:
     return [row.cells for row in leaderboard(group)]
 
 
-def lookup_speed(group: Sequence[Named]) -> float | None:
-    """Return the decode speedup of the fastest lossless prompt lookup; None where none was run."""
-    speeds = [
-        r.figures[SPEED]
-        for _, r in group
-        if r.drafter.family in LOOKUP and r.drafter.lossless and r.figures[SPEED] is not None
-    ]
-    return max(speeds, default=None)
+def lookup_speeds(group: Sequence[Named]) -> dict[str, float]:
+    """Return the decode speedup of the fastest lossless prompt lookup: on ALL, and by suite.
+
+    Empty where none was run.
+    """
+    found: dict[str, float] = {}
+    for _, result in group:
+        if result.drafter.family == LOOKUP and result.drafter.lossless:
+            for suite, speed in speeds(result).items():
+                found[suite] = max(speed, found.get(suite, speed))
+    return found
 
 
-def standing(result: Result, lookup: float | None) -> str:
+def speeds(result: Result) -> dict[str, float]:
+    """Return the decode speedups that were measured: on ALL, and by suite."""
+    figures = {ALL: result.figures} | {name: of.figures for name, of in result.suites.items()}
+    return {name: f[SPEED] for name, f in figures.items() if f[SPEED] is not None}
+
+
+def standing(result: Result, lookups: Mapping[str, float]) -> str:
     """Say whether a drafter is worth more than prompt lookup, which needs no training.
 
+    'behind' when it is no faster on all prompts together, 'partly' when on those of some suite,
     'ahead' when its whole interval lies above lookup's speedup, 'unclear' when only its value does.
     """
-    speed, interval = result.figures[SPEED], result.intervals.get(SPEED)
-    if lookup is None or speed is None or result.drafter.family in LOOKUP:
+    own = speeds(result)
+    if result.drafter.family == LOOKUP or ALL not in own or ALL not in lookups:
         return ""
-    if speed <= lookup:
+    if own[ALL] <= lookups[ALL]:
         return "behind"
-    return "ahead" if interval is not None and interval[0] > lookup else "unclear"
+    if behind_on(result, lookups):
+        return "partly"
+    interval = result.intervals.get(SPEED)
+    return "ahead" if interval is not None and interval[0] > lookups[ALL] else "unclear"
+
+
+def behind_on(result: Result, lookups: Mapping[str, float]) -> list[str]:
+    """Return the suites on which a drafter is no faster than prompt lookup."""
+    own = speeds(result)
+    return [suite for suite in own if suite in lookups and suite and own[suite] <= lookups[suite]]
 
 
 def draft_cost(result: Result) -> float | None:
@@ -190,7 +211,7 @@ def draft_cost(result: Result) -> float | None:
     return sum(parts) / plain if plain and None not in parts else None
 
 
-def _row(name: str, result: Result, lookup: float | None) -> Row:
+def _row(name: str, result: Result, lookups: Mapping[str, float]) -> Row:
     f, intervals, equality = result.figures, result.intervals, result.equality
     kind = "ranked" if f[SPEED] is not None else "unranked"
     kind = kind if result.drafter.lossless else "lossy"
@@ -200,7 +221,7 @@ def _row(name: str, result: Result, lookup: float | None) -> Row:
         result.drafter.tree,
         result.drafter.verify_scheme,
         with_interval(f[SPEED], intervals.get(SPEED)),
-        over_lookup(f[SPEED], lookup, standing(result, lookup)),
+        _over_lookup(result, lookups),
         number(f["speedup_ratio_of_sums_e2e"]),
         with_interval(f[TAU], intervals.get(TAU)),
         number(f["tau_full_rounds"]),
@@ -209,18 +230,23 @@ def _row(name: str, result: Result, lookup: float | None) -> Row:
         number(f["tokens_per_s_decode"], 1),
         "-" if equality is None else f"{100 * equality.fraction_identical:.1f} %",
     ]
-    return Row(kind, cells, result, standing(result, lookup))
+    return Row(kind, cells, result, standing(result, lookups))
 
 
-def over_lookup(speed: Value, lookup: float | None, standing: str) -> str:
+def _over_lookup(result: Result, lookups: Mapping[str, float]) -> str:
     """Print a speedup over that of prompt lookup, and in words where it is not clearly more."""
-    if speed is None or lookup is None:
+    speed = result.figures[SPEED]
+    if speed is None or ALL not in lookups:
         return "-"
-    told = {"behind": " BELOW", "unclear": " unclear"}.get(standing, "")
-    return f"{number(speed / lookup)}{told}"
+    told = {
+        "behind": " BELOW",
+        "partly": f" BELOW on {', '.join(behind_on(result, lookups))}",
+        "unclear": " unclear",
+    }
+    return number(speed / lookups[ALL]) + told.get(standing(result, lookups), "")
 
 
-def _plain_rows(group: Sequence[Named], lookup: float | None) -> list[Row]:
+def _plain_rows(group: Sequence[Named], lookups: Mapping[str, float]) -> list[Row]:
     """One plain row a distinct baseline: runs made apart were each timed against their own."""
     plain: dict[str, str] = {}
     for name, result in group:
@@ -230,7 +256,7 @@ def _plain_rows(group: Sequence[Named], lookup: float | None) -> list[Row]:
     rows = []
     for speed, name in plain.items():
         label = "plain" if len(plain) == 1 else f"plain (run of {name})"
-        over = over_lookup(1.0, lookup, "")
+        over = number(1 / lookups[ALL]) if ALL in lookups else "-"
         figures = ["1.00", over, "1.00", "1.00", "1.00", "0", "0.00", speed, "-"]
         rows.append(Row("plain", ["", label, "-", "-", *figures]))
     return rows

@@ -7,7 +7,7 @@ from headstart.eval.report_content import content
 from headstart.eval.report_html import html, plot_style
 from headstart.eval.report_markdown import markdown
 from headstart.eval.result import Result
-from headstart.files import write_text
+from headstart.files import atomic_directory, write_text
 
 FIGURES = "figures"
 
@@ -19,8 +19,9 @@ def write_report(results: Sequence[Result], directory: Path) -> Path:
     ValueError without results.
     """
     report, style = content(results), plot_style()
-    for figure in report.figures:
-        write_text(directory / FIGURES / f"{figure.slug}.svg", figure.svg(style) + "\n")
+    with atomic_directory(directory / FIGURES) as figures:
+        for figure in report.figures:
+            write_text(figures / f"{figure.slug}.svg", figure.svg(style) + "\n")
     write_text(directory / "report.md", markdown(report, figures=FIGURES))
     write_text(directory / "report.html", html(report))
     return directory / "report.html"

@@ -1,19 +1,22 @@
 """What a report says about results: its sections in order, for any kind of page."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median
 
 from headstart.eval.checks import FEW_PROMPTS
 from headstart.eval.leaderboard import (
+    ALL,
     COLUMNS,
+    LOOKUP,
     SPEED,
     TAU,
     Named,
     by_setting,
     by_speed,
     leaderboard,
+    lookup_speeds,
     name_results,
     number,
     setting_labels,
@@ -142,38 +145,42 @@ def _card(label: str, group: Sequence[Named], anchor: str) -> Card:
 
 def _across(groups: Groups) -> Section:
     """Put every drafter beside itself on other prompts or settings."""
-    labels = [label for label, _ in groups]
-    found = [dict(group) for _, group in groups]
-    names = list(dict.fromkeys(name for group in found for name in group))
-    table = _matrix(
-        "drafter",
-        labels,
-        {n: [g[n].figures[SPEED] if n in g else None for g in found] for n in names},
-    )
-    return Section(
-        "Across suites and settings",
-        "across",
-        [Figures([settings_figure(groups, "across-speedup")]), table],
-    )
+    columns = {
+        label: ({name: r.figures[SPEED] for name, r in group}, lookup_speeds(group).get(ALL))
+        for label, group in groups
+    }
+    figure = settings_figure(groups, "across-speedup")
+    return Section("Across suites and settings", "across", [Figures([figure]), _matrix(columns)])
 
 
 def _matrix(
-    corner: str, labels: Sequence[str], rows: dict[str, Sequence[float | None]], caption: str = ""
+    columns: Mapping[str, tuple[Mapping[str, float | None], float | None]], what: str = "setting"
 ) -> Table:
-    """Lay decode speedups out by row and column, the best rows first, shaded from 1 up."""
-    known = [v for values in rows.values() for v in values if v is not None]
-    top = max([1.5, *known])
+    """Lay decode speedups out by drafter and column, best first.
+
+    A column has the speedups of its drafters, and that of its fastest prompt lookup.
+    """
+    names = dict.fromkeys(name for found, _ in columns.values() for name in found)
+    rows = {name: [found.get(name) for found, _ in columns.values()] for name in names}
+    lookups = [lookup for _, lookup in columns.values()]
     ordered = sorted(rows.items(), key=lambda row: -_mean(row[1]))
+    top = max([1.5, *(v for values in rows.values() for v in values if v is not None)])
+    told = "; BELOW: slower than prompt lookup there" if any(lookups) else ""
     return Table(
-        [corner, *labels],
-        [[name, *(number(v) for v in values)] for name, values in ordered],
-        caption or "Decode speedup; darker is faster.",
+        ["drafter", *columns],
+        [[name, *map(_against, values, lookups)] for name, values in ordered],
+        f"Decode speedup by {what}; darker is faster{told}.",
         shades=[
             [None if v is None else max(v - 1, 0) / (top - 1) for v in values]
             for _, values in ordered
         ],
         sortable=True,
     )
+
+
+def _against(speed: float | None, lookup: float | None) -> str:
+    below = speed is not None and lookup is not None and speed < lookup
+    return number(speed) + (" BELOW" if below else "")
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -193,6 +200,7 @@ def _setting(label: str, setting: str, group: Sequence[Named], slug: str) -> lis
     parts: list[tuple[str, list[Block]]] = [
         ("Leaderboard", [Paragraphs(told), board]),
         ("Speed and cost of drafting", [_figures(speed)]),
+        ("By suite", _grouped(group, slug, "suite", lambda r: r.suites)),
         ("Acceptance by depth", _acceptance(group, slug)),
         ("Accepted drafted tokens per round (share of rounds)", _histogram(group, slug)),
         ("Time by stage", _stages(group, slug)),
@@ -266,15 +274,18 @@ def _grouped(
     ]
     if not rows:
         return []
-    labels = list(dict.fromkeys(label for _, r in group for label in of(r)))
-    matrix = {n: [_speed_of(of(r).get(label)) for label in labels] for n, r in group}
+    columns = {}
+    for label in dict.fromkeys(label for _, r in group for label in of(r)):
+        found = {name: _speed_of(of(r).get(label)) for name, r in group}
+        rivals = [found[name] for name, r in group if r.drafter.family == LOOKUP]
+        columns[label] = found, max((v for v in rivals if v is not None), default=None)
     header = ["drafter", column, "prompts", "rounds", "tau", "decode speedup", "tokens/s"]
     caption = f"Decode speedup of the fastest drafters by {column}."
     title = f"Decode speedup by {column}"
     figure = grouped_figure(group, f"{slug}-by-{column.replace(' ', '-')}", title, caption, of)
     return [
         _figures([figure]),
-        _matrix("drafter", labels, matrix, f"Decode speedup by {column}; darker is faster."),
+        _matrix(columns, column),
         Table(header, rows, folded=f"table of every drafter and {column}", sortable=True),
     ]
 

@@ -1,8 +1,9 @@
 """The plots of results that may be compared, as figures of a report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from headstart.eval.leaderboard import (
+    ALL,
     LOOKUP,
     SPEED,
     TAU,
@@ -10,7 +11,7 @@ from headstart.eval.leaderboard import (
     by_speed,
     draft_cost,
     leaderboard,
-    lookup_speed,
+    lookup_speeds,
     standing,
 )
 from headstart.eval.metrics import DEFINITIONS
@@ -39,18 +40,18 @@ PREDICTED = 0.05
 def shown(group: Sequence[Named], count: int = SERIES) -> list[Named]:
     """Return the fastest lossless rows, prompt lookup always among them."""
     rows = [row for row in by_speed(group) if row[1].drafter.lossless]
-    lookup = [row for row in rows if row[1].drafter.family in LOOKUP][:1]
+    lookup = [row for row in rows if row[1].drafter.family == LOOKUP][:1]
     best = [row for row in rows if row not in lookup][: count - len(lookup)]
     return [row for row in rows if row in best + lookup]
 
 
 def speed_figure(group: Sequence[Named], slug: str) -> Figure:
     """Draw every row's decode speedup, beside plain decoding and prompt lookup."""
-    lookup = lookup_speed(group)
-    rows = [_bar(name, result, _style(result, lookup)) for name, result in by_speed(group)]
-    marks = [("plain", 1.0)] + ([("prompt lookup", lookup)] if lookup is not None else [])
+    lookups = lookup_speeds(group)
+    rows = [_bar(name, result, _style(result, lookups)) for name, result in by_speed(group)]
+    marks = [("plain", 1.0)] + ([("prompt lookup", lookups[ALL])] if ALL in lookups else [])
     caption = "Decode speedup over the target alone, with the 95 % interval over prompts."
-    if lookup is not None:
+    if ALL in lookups:
         caption += " Rows no faster than prompt lookup are drawn in the warning colour."
     if not all(r.drafter.lossless for _, r in group):
         caption += " Rows with a dashed outline are lossy and hold no rank."
@@ -64,10 +65,10 @@ def _bar(name: str, result: Result, style: str) -> Bar:
     return Bar(name, result.figures[SPEED], pair(result.intervals.get(SPEED)), style)
 
 
-def _style(result: Result, lookup: float | None) -> str:
+def _style(result: Result, lookups: Mapping[str, float]) -> str:
     if not result.drafter.lossless:
         return "lossy"
-    return "behind" if standing(result, lookup) == "behind" else "s0"
+    return "behind" if standing(result, lookups) == "behind" else "s0"
 
 
 def pareto_figure(group: Sequence[Named], slug: str) -> Figure | None:
@@ -215,7 +216,12 @@ def grouped_figure(
         (
             label,
             [
-                Bar(name, of(result)[label].figures[SPEED], style=f"s{i}")
+                Bar(
+                    name,
+                    of(result)[label].figures[SPEED],
+                    pair(of(result)[label].intervals.get(SPEED)),
+                    f"s{i}",
+                )
                 for i, (name, result) in enumerate(rows)
                 if label in of(result)
             ],
@@ -234,9 +240,8 @@ def settings_figure(groups: Sequence[tuple[str, Sequence[Named]]], slug: str) ->
     """Draw the fastest rows of every setting."""
     made = []
     for label, group in groups:
-        lookup = lookup_speed(group)
-        rows = shown(group, GROUPED + 1)
-        made.append((label, [_bar(name, r, _style(r, lookup)) for name, r in rows]))
+        lookups, rows = lookup_speeds(group), shown(group, GROUPED + 1)
+        made.append((label, [_bar(name, r, _style(r, lookups)) for name, r in rows]))
     axis = "decode speedup (times plain decoding)"
     drawn = bars(made, x_name=axis, unit="x", marks=[("plain", 1.0)])
     told = "; ".join(f"{label}: {_told(rows)}" for label, rows in made)

@@ -1,8 +1,8 @@
 """What a reader of a report must know before trusting a row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from headstart.eval.leaderboard import Named, lookup_speed, standing
+from headstart.eval.leaderboard import Named, behind_on, lookup_speeds, standing
 from headstart.eval.result import Result
 
 HALF = ("bfloat16", "float16")
@@ -17,9 +17,9 @@ def warnings(groups: Sequence[tuple[str, Sequence[Named]]]) -> list[tuple[str, s
     found: dict[tuple[str, str], list[str]] = {}
     for label, group in groups:
         of_group: dict[tuple[str, str], list[str]] = {}
-        lookup = lookup_speed(group)
+        lookups = lookup_speeds(group)
         for name, result in group:
-            for warning in _of(result, lookup):
+            for warning in _of(result, lookups):
                 of_group.setdefault(warning, []).append(name)
         for warning, names in of_group.items():
             told = _names(names, len(group))
@@ -28,14 +28,16 @@ def warnings(groups: Sequence[tuple[str, Sequence[Named]]]) -> list[tuple[str, s
     return [(*warning, "; ".join(names)) for warning, names in ordered]
 
 
-def _of(result: Result, lookup: float | None) -> Iterator[tuple[str, str]]:
+def _of(result: Result, lookups: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     if not result.drafter.lossless:
         rule = result.drafter.verify_scheme
         yield "serious", f"lossy ({rule}): outputs do not follow the target's distribution"
     if result.equality is not None and result.equality.fraction_identical < 1:
         yield _unequal(result.provenance.dtype)
-    if standing(result, lookup) == "behind":
+    if standing(result, lookups) == "behind":
         yield "caution", "no faster than prompt lookup, which needs no training"
+    for suite in behind_on(result, lookups):
+        yield "caution", f"no faster than prompt lookup on {suite}"
     for warning in result.warnings:
         yield "caution", warning
 

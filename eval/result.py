@@ -55,7 +55,7 @@ class DrafterInfo:
     name: str
     """What tables call this row."""
     family: str
-    """Head family ('eagle3', 'medusa', ...) or kind of drafter ('ngram', 'suffix', ...)."""
+    """Head family ('eagle3', 'medusa', ...) or kind of drafter ('lookup', 'suffix', ...)."""
     tree: str
     """'chain:<k>', 'static:<name>' or 'dynamic:<name>'."""
     verify_scheme: str
@@ -123,10 +123,12 @@ class Equality:
 
 @dataclass
 class Category:
-    """Figures of the prompts of one category, or of one range of lengths."""
+    """Figures of the prompts of one category or suite, or of one range of lengths."""
 
     counts: Counts
     figures: dict[str, Value]
+    intervals: dict[str, Interval] = field(default_factory=dict)
+    """95 % paired bootstrap intervals of decode speedup and tau; of suites only."""
 
 
 @dataclass
@@ -194,6 +196,8 @@ class Result:
     tau_predicted: float | None = None
     """Tau of full rounds by teacher-forced agreement; of greedy chains only."""
     categories: dict[str, Category] = field(default_factory=dict)
+    suites: dict[str, Category] = field(default_factory=dict)
+    """By suite, where several were measured together; else empty."""
     context_lengths: dict[str, Category] = field(default_factory=dict)
     """By tokens of the prompt, chat template included: '33-64' and so on by powers of two."""
     loops: dict[str, float] = field(default_factory=dict)
@@ -211,7 +215,7 @@ class Result:
 
     def __post_init__(self) -> None:
         tables = {"figures": self.figures, "figures_without_loops": self.figures_without_loops}
-        for field_name in ("categories", "context_lengths"):
+        for field_name in ("categories", "suites", "context_lengths"):
             groups = getattr(self, field_name)
             tables |= {f"{field_name}.{name}": group.figures for name, group in groups.items()}
         for where, table in tables.items():
