@@ -189,7 +189,7 @@ def batch_figure(group: Sequence[Named], slug: str) -> Figure | None:
     for name, result in rows:
         points = {p.batch: p for p in result.batch_points}
         values = [points[b].speedup if b in points else None for b in sizes]
-        bounds = [pair(points[b].interval) if b in points else None for b in sizes]
+        bounds = [pair(points[b].speedup_interval) if b in points else None for b in sizes]
         series.append(Series(name, values, bounds))
     drawn = lines(
         series,

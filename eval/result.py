@@ -132,6 +132,28 @@ class Category:
 
 
 @dataclass
+class BatchPoint:
+    """Speed at one batch size, prefill excluded, both arms measured at it in turns."""
+
+    batch: int
+    prompts: int
+    """Prompts decoded at it, in whole groups of `batch`."""
+    tokens_per_s_plain: float | None
+    tokens_per_s: float | None
+    speedup: float | None
+    """speedup_ratio_of_sums_decode."""
+    speedup_interval: Interval
+    """95 % paired bootstrap over prompts."""
+    tau: float | None
+    """tau_with_bonus_micro."""
+    mean_drafted: float
+    """Drafted tokens a round and row; 0 where nothing was drafted."""
+    latency_plain: float
+    """Mean seconds from a prompt's start to its last token, prefill included."""
+    latency: float
+
+
+@dataclass
 class Branch:
     """How the rounds that came to one node of their draft went on, by the place of the child.
 
@@ -169,15 +191,6 @@ class Sample:
 
 
 @dataclass
-class BatchPoint:
-    """Decode speedup over plain decoding where both go at the same batch size."""
-
-    batch: int
-    speedup: float
-    interval: Interval = None
-
-
-@dataclass
 class Result:
     """One drafter's evaluation; `figures` has every name of metrics.DEFINITIONS."""
 
@@ -200,6 +213,8 @@ class Result:
     """By suite, where several were measured together; else empty."""
     context_lengths: dict[str, Category] = field(default_factory=dict)
     """By tokens of the prompt, chat template included: '33-64' and so on by powers of two."""
+    batch_points: list[BatchPoint] = field(default_factory=list)
+    """By batch size, where eval.batch_sizes asked for it."""
     loops: dict[str, float] = field(default_factory=dict)
     """Prompts flagged as looping, with the share of repeated 8-grams."""
     figures_without_loops: dict[str, Value] | None = None
@@ -209,8 +224,6 @@ class Result:
     """Acceptance by path through the draft; empty where the run did not record paths."""
     samples: list[Sample] = field(default_factory=list)
     """A few prompts as text; empty where the target has no tokenizer."""
-    batch_points: list[BatchPoint] = field(default_factory=list)
-    """Speedup over batch size; empty where one size was measured, which is `sampling.batch`."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

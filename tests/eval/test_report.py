@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reporting import batch_point
 from rich.console import Console
 from traces import bench, chain_round, completion, make_result, timed
 
@@ -21,7 +22,7 @@ from headstart.eval.metrics import DEFINITIONS, figures, prompt_sums
 from headstart.eval.report import markdown_report, write_report
 from headstart.eval.report_content import content
 from headstart.eval.report_warnings import warnings
-from headstart.eval.result import BatchPoint, Category, Counts, DrafterInfo, Result, Run, Sample
+from headstart.eval.result import Category, Counts, DrafterInfo, Result, Run, Sample
 
 
 def result(name: str, *, accepted: int = 2, k: int = 4, seconds: float = 0.2, **changes) -> Result:
@@ -277,7 +278,7 @@ def test_names_are_numbered_only_within_a_setting():
 
 
 def test_batch_points_get_a_plot_where_results_hold_them():
-    points = [BatchPoint(1, 1.9, [1.8, 2.0]), BatchPoint(8, 1.1)]
+    points = [batch_point(1, 1.9), batch_point(8, 1.1)]
     slugs = [f.slug for f in content([result("a", batch_points=points)]).figures]
     assert "s1-batch" in slugs
     assert "s1-batch" not in [f.slug for f in content([result("a")]).figures]

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reporting import batch_point
 from traces import bench, make_result, t1, timed
 
 from headstart.eval.metrics import figures, prompt_sums
 from headstart.eval.result import (
-    BatchPoint,
     Branch,
     Category,
     Counts,
@@ -100,7 +100,7 @@ def test_branches_samples_and_batch_points_read_back_equal(tmp_path):
     result, rows = result_and_rows()
     result.branches = [Branch([0, 1], [4, 2], [3, 0])]
     result.samples = [Sample("p0", "code", "hello", [Run("drafted", " world", 2)])]
-    result.batch_points = [BatchPoint(8, 1.4, [1.3, 1.5]), BatchPoint(16, 1.1)]
+    result.batch_points = [batch_point(8, 1.4), batch_point(16, 1.1)]
     assert read_result(write_result(tmp_path, result, rows)) == result
 
 
