@@ -29,20 +29,20 @@ ALL = ""
 COLUMNS = {
     "rank": "place by decode speedup among the lossless rows of one setting",
     "drafter": "what drafted; plain is the target alone, through the same loop",
-    "tree": "shape of the draft",
-    "scheme": "rule by which drafted tokens are accepted",
     "decode speedup": f"{SPEED}: {DEFINITIONS[SPEED]}; 95 % interval over prompts",
     "over lookup": "decode speedup over that of the fastest prompt lookup on the same prompts; "
     "BELOW: no head is needed for as much; unclear: the row's interval reaches lookup's speed; "
     "with suites named, BELOW there",
-    "e2e speedup": f"speedup_ratio_of_sums_e2e: {DEFINITIONS['speedup_ratio_of_sums_e2e']}",
     "tau": f"{TAU}: {DEFINITIONS[TAU]}; 95 % interval over prompts",
-    "tau, full rounds": f"tau_full_rounds: {DEFINITIONS['tau_full_rounds']}",
-    "cut": f"cut_rounds: {DEFINITIONS['cut_rounds']}",
     "draft cost": "milliseconds of a round outside the target's pass (draft and commit) over those "
     "of a plain step",
     "tokens/s": f"tokens_per_s_decode: {DEFINITIONS['tokens_per_s_decode']}",
     "identical": "share of greedy outputs that equal plain decoding token for token",
+    "tree": "shape of the draft",
+    "scheme": "rule by which drafted tokens are accepted",
+    "e2e speedup": f"speedup_ratio_of_sums_e2e: {DEFINITIONS['speedup_ratio_of_sums_e2e']}",
+    "tau, full rounds": f"tau_full_rounds: {DEFINITIONS['tau_full_rounds']}",
+    "cut": f"cut_rounds: {DEFINITIONS['cut_rounds']}",
 }
 
 
@@ -218,17 +218,17 @@ def _row(name: str, result: Result, lookups: Mapping[str, float]) -> Row:
     cells = [
         {"ranked": "", "unranked": "-", "lossy": "lossy"}[kind],
         name,
-        result.drafter.tree,
-        result.drafter.verify_scheme,
         with_interval(f[SPEED], intervals.get(SPEED)),
         _over_lookup(result, lookups),
-        number(f["speedup_ratio_of_sums_e2e"]),
         with_interval(f[TAU], intervals.get(TAU)),
-        number(f["tau_full_rounds"]),
-        number(f["cut_rounds"], 0),
         number(draft_cost(result)),
         number(f["tokens_per_s_decode"], 1),
         "-" if equality is None else f"{100 * equality.fraction_identical:.1f} %",
+        result.drafter.tree,
+        result.drafter.verify_scheme,
+        number(f["speedup_ratio_of_sums_e2e"]),
+        number(f["tau_full_rounds"]),
+        number(f["cut_rounds"], 0),
     ]
     return Row(kind, cells, result, standing(result, lookups))
 
@@ -257,8 +257,8 @@ def _plain_rows(group: Sequence[Named], lookups: Mapping[str, float]) -> list[Ro
     for speed, name in plain.items():
         label = "plain" if len(plain) == 1 else f"plain (run of {name})"
         over = number(1 / lookups[ALL]) if ALL in lookups else "-"
-        figures = ["1.00", over, "1.00", "1.00", "1.00", "0", "0.00", speed, "-"]
-        rows.append(Row("plain", ["", label, "-", "-", *figures]))
+        figures = ["1.00", over, "1.00", "0.00", speed, "-", "-", "-", "1.00", "1.00", "0"]
+        rows.append(Row("plain", ["", label, *figures]))
     return rows
 
 

@@ -18,6 +18,7 @@ from headstart.eval.leaderboard import (
     name_results,
     number,
     setting_labels,
+    standing,
     with_interval,
 )
 from headstart.eval.metrics import DEFINITIONS
@@ -124,11 +125,15 @@ def _card(label: str, group: Sequence[Named], anchor: str) -> Card:
     remarks = _remarks(result)
     if not result.drafter.lossless:
         remarks.append("lossy: its outputs do not follow the target's distribution")
+    lookups = lookup_speeds(group)
+    if standing(result, lookups) == "behind":
+        remarks.append("no faster than prompt lookup")
+    over = f", {speed / lookups[ALL]:.2f} times prompt lookup" if ALL in lookups else ""
     return Card(
         label,
         "-" if speed is None else f"{speed:.2f}x",
         "" if interval is None else f"95 % interval {interval[0]:.2f} to {interval[1]:.2f}",
-        f"{name}, {tau} tokens per round, {result.counts.prompts} prompts",
+        f"{name}, {tau} tokens per round, {result.counts.prompts} prompts{over}",
         remarks,
         anchor,
     )
@@ -168,7 +173,7 @@ def _setting(label: str, setting: str, group: Sequence[Named], slug: str) -> lis
         ("Equality with plain decoding", [Paragraphs(equalities(group), bullets=True)]),
         ("Looping prompts", loops(group)),
     ]
-    sections = [Section(label[:1].upper() + label[1:], slug)]
+    sections = [Section(label, slug)]
     for title, blocks in parts:
         if any(blocks):
             anchor = f"{slug}-{title.split(' (')[0].lower().replace(' ', '-')}"

@@ -125,14 +125,14 @@ def histogram(group: Sequence[Named], slug: str) -> list[Block]:
         total = max(sum(counts), 1)
         cells = [f"{100 * count / total:.1f} %" for count in counts]
         rows.append([name, f"{sum(counts):.0f}", *cells, *["-"] * (width - len(cells))])
-    table = Table(["drafter", "rounds", *map(str, range(width))], rows, folded="table of shares")
+    table = Table(["drafter", "rounds", *map(str, range(width))], rows, sortable=True)
     return [figures_of([histogram_figure(group, slug)]), table]
 
 
 def stages(group: Sequence[Named], slug: str) -> list[Block]:
     """Give the time of every stage."""
     rows = [[n, *(number(r.figures[stage]) for stage in STAGES)] for n, r in by_speed(group)]
-    table = Table(["drafter", *STAGES], rows, folded="table of stages", sortable=True)
+    table = Table(["drafter", *STAGES], rows, sortable=True)
     return [figures_of([stage_figure(group, slug)]), table]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 460
-LETTER = 6.4
+LETTER = 7.1
 """Width of a letter of the system's font at the size of labels; labels are cut by it."""
 COLOURS = 8
 HEAD = 40

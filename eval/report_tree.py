@@ -9,7 +9,7 @@ from headstart.eval.result import Branch
 
 NODES = 32
 """Most nodes drawn: those that the most rounds accepted."""
-ACROSS, DOWN, RADIUS = 92, 27, 8.5
+ACROSS, DOWN, RADIUS = 86, 27, 8.5
 Path = tuple[int, ...]
 
 

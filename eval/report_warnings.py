@@ -14,18 +14,26 @@ def warnings(groups: Sequence[tuple[str, Sequence[Named]]]) -> list[tuple[str, s
 
     Severities are 'serious' (the row may not be compared) and 'caution'.
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for label, group in groups:
-        of_group: dict[tuple[str, str], list[str]] = {}
         lookups = lookup_speeds(group)
+        of_group: dict[tuple[str, str], list[str]] = {}
         for name, result in group:
             for warning in _of(result, lookups):
                 of_group.setdefault(warning, []).append(name)
         for warning, names in of_group.items():
-            told = _names(names, len(group))
-            found.setdefault(warning, []).append(f"{label}: {told}" if len(groups) > 1 else told)
+            found.setdefault(warning, {}).setdefault(_names(names, len(group)), []).append(label)
     ordered = sorted(found.items(), key=lambda item: item[0][0] != "serious")
-    return [(*warning, "; ".join(names)) for warning, names in ordered]
+    return [(*warning, _where(rows, len(groups))) for warning, rows in ordered]
+
+
+def _where(rows: Mapping[str, Sequence[str]], settings: int) -> str:
+    """Name the rows, and their settings where it is not all of them."""
+    told = []
+    for names, labels in rows.items():
+        where = "" if len(labels) == settings else f" ({'; '.join(labels)})"
+        told.append(names + where)
+    return "; ".join(told)
 
 
 def _of(result: Result, lookups: Mapping[str, float]) -> Iterator[tuple[str, str]]:

@@ -92,7 +92,7 @@ def made_result(
         spent = sum(r.t_draft + r.t_verify + r.t_commit for r in rounds) * rng.uniform(0.99, 1.01)
         ids = [rng.randrange(1000) for _ in range(tokens)]
         arm = Completion(f"q{i}", ids, "length", 1, 0.1, 0.1 + spent, rounds)
-        plain_seconds = 0.1 + PLAIN_STEP * (tokens - 1) * rng.uniform(0.95, 1.05)
+        plain_seconds = 0.1 + PLAIN_STEP * (tokens - 1)
         done.append(arm)
         sums.append(
             prompt_sums(
@@ -138,7 +138,7 @@ def _groups(sums: list, of: dict[str, str]) -> dict[str, Category]:
     found = figures_by_category(sums, of)
     return {
         name: Category(Counts(len(sums) // 3, int(sum(values["accept_histogram"])), 0), values)
-        for name, values in found.items()
+        for name, values in sorted(found.items(), key=lambda item: (len(item[0]), item[0]))
     }
 
 

@@ -12,7 +12,7 @@ from headstart.eval.report_charts import Bar, Point, Series, bars, lines, scatte
 from headstart.eval.report_content import content
 from headstart.eval.report_figures import pareto, shown, speed_figure, tree_figure
 from headstart.eval.report_html import plot_style
-from headstart.eval.report_svg import WIDTH, Figure, Scale, cut, legend
+from headstart.eval.report_svg import LETTER, WIDTH, Figure, Scale, cut, legend
 from headstart.eval.report_tree import by_depth, edges
 from headstart.eval.result import Branch
 
@@ -48,7 +48,7 @@ def test_long_labels_lose_their_middle():
 def test_a_legend_wraps_inside_the_plot():
     shapes, bottom = legend([("", "x" * 20)] * 6, 0)
     spots = ElementTree.fromstring(f"<g>{shapes}</g>").findall("text")
-    assert all(float(t.get("x")) + 6.4 * len(t.text) <= WIDTH for t in spots)
+    assert all(float(t.get("x")) + LETTER * len(t.text) <= WIDTH for t in spots)
     assert bottom > 40
 
 

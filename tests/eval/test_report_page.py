@@ -122,7 +122,7 @@ def test_a_click_sorts_the_leaderboard_and_lossy_rows_stay_last(page):
     button.click()
     taus = [
         float(t.split()[0])
-        for t in table.locator("tbody tr:not(.lossy) td:nth-child(8)").all_inner_texts()
+        for t in table.locator("tbody tr:not(.lossy) td:nth-child(5)").all_inner_texts()
     ]
     assert taus == sorted(taus, reverse=True)
     button.click()
