@@ -247,19 +247,21 @@ def _over_lookup(result: Result, lookups: Mapping[str, float]) -> str:
 
 
 def _plain_rows(group: Sequence[Named], lookups: Mapping[str, float]) -> list[Row]:
-    """One plain row a distinct baseline: runs made apart were each timed against their own."""
-    plain: dict[str, str] = {}
-    for name, result in group:
-        speed = result.figures["tokens_per_s_plain_decode"]
-        if speed is not None:
-            plain.setdefault(number(speed, 1), name)
-    rows = []
-    for speed, name in plain.items():
-        label = "plain" if len(plain) == 1 else f"plain (run of {name})"
-        over = number(1 / lookups[ALL]) if ALL in lookups else "-"
-        figures = ["1.00", over, "1.00", "0.00", speed, "-", "-", "-", "1.00", "1.00", "0"]
-        rows.append(Row("plain", ["", label, *figures]))
-    return rows
+    """Return the row of plain decoding, with the range of runs that were each timed against it."""
+    speeds = sorted(plain_speeds(group))
+    if not speeds:
+        return []
+    label = "plain" if len(speeds) == 1 else f"plain ({len(speeds)} runs)"
+    speed = " to ".join(number(v, 1) for v in dict.fromkeys((speeds[0], speeds[-1])))
+    over = number(1 / lookups[ALL]) if ALL in lookups else "-"
+    figures = ["1.00", over, "1.00", "0.00", speed, "-", "-", "-", "1.00", "1.00", "0"]
+    return [Row("plain", ["", label, *figures])]
+
+
+def plain_speeds(group: Sequence[Named]) -> set[float]:
+    """Return the distinct speeds of plain decoding, in tokens/s: one a run."""
+    speeds = {result.figures["tokens_per_s_plain_decode"] for _, result in group}
+    return {round(speed, 1) for speed in speeds if speed is not None}
 
 
 def number(value: Value, digits: int = 2) -> str:

@@ -3,6 +3,7 @@
 Each returns what stands inside a plot and its height; a title of HEAD units goes above it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ LABELS = 168
 """Most units that the labels left of bars may take."""
 BAR = 14
 STEP = 22
+DOT = 5.5
 PLOT = 210
 """Height of the field of a plot with two axes."""
 
@@ -56,7 +58,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """One point, with a short label inside it and a long one under the pointer."""
+    """One point, with a short label beside it and a long one under the pointer."""
 
     x: float
     y: float
@@ -229,11 +231,32 @@ def scatter(
         parts.append(_band(x, y, diagonal))
     if front:
         parts.append(line([(x(a), y(b)) for a, b in _steps(front)], "front"))
-    for p in sorted(points, key=lambda p: p.style != "lossy"):
-        dot = tag("circle", cx=x(p.x), cy=y(p.y), r=9.5, class_=f"dot {p.style}")
-        inside = text(p.label, x(p.x), y(p.y) + 3.8, "inside small", "middle")
-        parts.append(tooltip(p.words, dot, inside))
+    spots = [(x(p.x), y(p.y)) for p in points]
+    for p, spot, place in zip(points, spots, _beside(spots), strict=True):
+        dot = tag("circle", cx=spot[0], cy=spot[1], r=DOT, class_=f"dot {p.style}")
+        name = text(p.label, place[0], place[1] + 4, "value", "middle")
+        parts.append(tooltip(p.words, line([spot, place], "leader"), dot, name))
     return "".join(parts), bottom + 42
+
+
+def _beside(spots: Sequence[Pair]) -> list[Pair]:
+    """Place a label beside each point, as near as the other points and labels leave room."""
+    taken = list(spots)
+    places = []
+    for x, y in spots:
+        tries = [
+            (x + reach * math.cos(turn), y - reach * math.sin(turn))
+            for reach in (13, 20, 28, 38)
+            for turn in (math.pi * (3 + 2 * eighth) / 8 for eighth in (0, 7, 2, 5, 1, 3, 4, 6))
+        ]
+        free = (
+            p
+            for p in tries
+            if all(abs(p[0] - a) > 15 or abs(p[1] - b) > 12 for a, b in taken if (a, b) != (x, y))
+        )
+        places.append(next(free, tries[0]))
+        taken.append(places[-1])
+    return places
 
 
 def _band(x: Scale, y: Scale, width: float) -> str:

@@ -170,7 +170,7 @@ def _setting(label: str, setting: str, group: Sequence[Named], slug: str) -> lis
         ("Predicted and measured", predicted(group, slug)),
         ("Draft trees", trees(group, slug)),
         ("Samples", samples(group)),
-        ("Equality with plain decoding", [Paragraphs(equalities(group), bullets=True)]),
+        ("Equality with plain decoding", equalities(group)),
         ("Looping prompts", loops(group)),
     ]
     sections = [Section(label, slug)]
@@ -187,7 +187,7 @@ def _provenance(groups: Groups) -> list[Section]:
         told = {name: _fields(result) for name, result in group}
         first = next(iter(told.values()))
         same = {k for k in first if len({row[k] for row in told.values()}) == 1}
-        other = [key for key in first if key not in same]
+        other = [key for key in first if key not in same and key != "name"]
         blocks: list[Block] = [
             Table(["field", "value"], [[k, first[k]] for k in first if k in same])
         ]

@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from headstart.eval.report_parts import Report, Table
 from headstart.eval.result import Sample
 
-NUMBER = re.compile(r"[-+]?\d+(\.\d+)?( %|x)?( (BELOW.*|unclear))?( \[.*\])?$")
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?( %|x)?( (BELOW.*|unclear|to [\d.]+|\[.*\]))?$")
 Row = tuple[list[str], str, list[float | None] | None]
 """Cells, kind and shades of a table's row."""
 

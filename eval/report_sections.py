@@ -40,6 +40,8 @@ STAGES = (
 )
 TREES = 3
 """Trees drawn, of the fastest rows."""
+TOLD = 3
+"""Divergences named, of each row."""
 
 
 def matrix(
@@ -217,22 +219,27 @@ def samples(group: Sequence[Named]) -> list[Block]:
     return [Samples(found)] if found else []
 
 
-def equalities(group: Sequence[Named]) -> list[str]:
-    """Say of every row how its greedy outputs compare with plain decoding."""
-    return [f"{name}: {_equality(r.equality)}" for name, r in by_speed(group)]
+def equalities(group: Sequence[Named]) -> list[Block]:
+    """Compare the greedy outputs of every row with plain decoding."""
+    rows = [[name, *_equality(result.equality)] for name, result in by_speed(group)]
+    header = ["drafter", "identical", "divergences", "largest margin", "first divergences"]
+    caption = "Greedy outputs against plain decoding, token for token; the margin is plain's best "
+    caption += "minus second-best logit at the first divergence, near 0 in a rounding tie."
+    return [Table(header, rows, caption, sortable=True)]
 
 
-def _equality(equality: Equality | None) -> str:
+def _equality(equality: Equality | None) -> list[str]:
     if equality is None:
-        return "not compared (sampled outputs of the two arms differ rightly)"
-    line = f"{100 * equality.fraction_identical:.1f} % of greedy outputs identical"
-    told = [
-        f"{d.prompt_id} at token {d.position} (plain top-2 margin {d.margin:.3g})"
-        for d in equality.divergences[:5]
+        return ["-", "-", "-", "not compared (sampled outputs of the two arms differ rightly)"]
+    found = equality.divergences
+    told = [f"{d.prompt_id} at token {d.position} (margin {d.margin:.3g})" for d in found[:TOLD]]
+    more = f" and {len(found) - TOLD} more" if len(found) > TOLD else ""
+    return [
+        f"{100 * equality.fraction_identical:.1f} %",
+        str(len(found)),
+        f"{max(d.margin for d in found):.3g}" if found else "-",
+        (", ".join(told) or "none") + more,
     ]
-    hidden = len(equality.divergences) - len(told)
-    more = f" and {hidden} more" if hidden else ""
-    return line + (f"; first divergences: {', '.join(told)}{more}" if told else "")
 
 
 def loops(group: Sequence[Named]) -> list[Block]:

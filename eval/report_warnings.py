@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from headstart.eval.leaderboard import Named, behind_on, lookup_speeds, standing
+from headstart.eval.leaderboard import Named, behind_on, lookup_speeds, plain_speeds, standing
 from headstart.eval.result import Result
 
 HALF = ("bfloat16", "float16")
 NAMES = 4
+DRIFT = 0.05
+"""Relative difference of two plain arms that is told."""
 
 
 def warnings(groups: Sequence[tuple[str, Sequence[Named]]]) -> list[tuple[str, str, str]]:
@@ -18,6 +20,8 @@ def warnings(groups: Sequence[tuple[str, Sequence[Named]]]) -> list[tuple[str, s
     for label, group in groups:
         lookups = lookup_speeds(group)
         of_group: dict[tuple[str, str], list[str]] = {}
+        for warning in _of_group(group):
+            of_group[warning] = [name for name, _ in group]
         for name, result in group:
             for warning in _of(result, lookups):
                 of_group.setdefault(warning, []).append(name)
@@ -25,6 +29,19 @@ def warnings(groups: Sequence[tuple[str, Sequence[Named]]]) -> list[tuple[str, s
             found.setdefault(warning, {}).setdefault(_names(names, len(group)), []).append(label)
     ordered = sorted(found.items(), key=lambda item: item[0][0] != "serious")
     return [(*warning, _where(rows, len(groups))) for warning, rows in ordered]
+
+
+def _of_group(group: Sequence[Named]) -> Iterator[tuple[str, str]]:
+    speeds = plain_speeds(group)
+    if speeds and max(speeds) > (1 + DRIFT) * min(speeds):
+        slow, fast = min(speeds), max(speeds)
+        yield (
+            "caution",
+            (
+                f"runs apart: plain decoding made {slow} tokens/s in one and {fast} in another, so "
+                "their rows compare less well than rows of one run"
+            ),
+        )
 
 
 def _where(rows: Mapping[str, Sequence[str]], settings: int) -> str:

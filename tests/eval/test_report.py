@@ -140,8 +140,7 @@ def test_shorter_chains_leave_deeper_cells_empty():
 
 def test_report_shows_equality_with_first_divergence_and_margin():
     text = markdown_report([result("a")])
-    assert "95.0 % of greedy outputs identical; first divergences: p3 at token 7" in text
-    assert "margin 0.002" in text
+    assert "| a | 95.0 % | 1 | 0.002 | p3 at token 7 (margin 0.002) |" in text
 
 
 def test_report_shows_categories_apart():
@@ -253,6 +252,15 @@ def test_equal_warnings_are_told_once_with_their_rows():
     assert ("serious", lossy_row, "c") in found
     assert [severity for severity, _, _ in found] == ["serious", "serious", "caution"]
     assert ("caution", "a made-up run", "all 3 rows") in found
+
+
+def test_runs_of_unlike_speed_are_told_and_share_one_plain_row():
+    one, other = result("a"), result("b")
+    other.figures = other.figures | {"tokens_per_s_plain_decode": 11.0}
+    rows = [row for row in leaderboard_rows(name_results([one, other])) if "plain" in row[1]]
+    assert [(row[1], row[6]) for row in rows] == [("plain (2 runs)", "10.0 to 11.0")]
+    told = [text for _, text, _ in warnings([("x", name_results([one, other]))])]
+    assert any(text.startswith("runs apart: plain decoding made 10.0 tokens/s") for text in told)
 
 
 @pytest.mark.parametrize(("dtype", "severity"), [("float32", "serious"), ("bfloat16", "caution")])

@@ -42,7 +42,7 @@ def test_ticks_are_round_and_inside_the_scale(low, high, expected):
 
 def test_long_labels_lose_their_middle():
     assert cut("eagle3-chain4", 200) == "eagle3-chain4"
-    assert cut("eagle3-a-very-long-name-dynamic60", 100) == "eagle3-\u2026namic60"
+    assert cut("eagle3-a-very-long-name-dynamic60", 100) == "eagle3\u2026namic60"
 
 
 def test_a_legend_wraps_inside_the_plot():
@@ -77,6 +77,15 @@ def test_stacked_parts_are_as_long_as_their_values():
 def test_scatter_takes_a_single_point():
     drawn = scatter([Point(0.3, 2.0, "1", "a")], x_name="cost", y_name="tau", front=[(0.3, 2.0)])
     assert "nan" not in drawn[0]
+
+
+def test_labels_of_crowded_points_keep_apart():
+    crowd = [Point(1 + i / 500, 2 + i / 700, str(i), "") for i in range(6)] + [Point(2, 3, "9", "")]
+    svg = parsed(scatter(crowd, x_name="cost", y_name="tau"))
+    labels = [t for t in svg.iter(f"{SVG}text") if t.get("class") == "value"]
+    places = [(float(t.get("x")), float(t.get("y"))) for t in labels]
+    for i, (x, y) in enumerate(places):
+        assert all(abs(x - a) > 14 or abs(y - b) > 11 for a, b in places[:i])
 
 
 def test_pareto_keeps_what_nothing_cheaper_or_equal_reaches():
