@@ -78,6 +78,9 @@ def test_accepted_branches_of_a_depth_add_up_to_its_prefix_acceptance(tree, temp
     rounds = sum(s.rounds for s in sums)
     found = branches(done)
     assert rounds > 20
+    for r in (r for completion in done for r in completion.rounds):
+        assert len(r.places) == r.accepted
+        assert len(r.offered) == r.accepted + (r.stop != "cut")
     for depth, share in enumerate(figures(sums)["alpha_prefix"]):
         accepted = sum(sum(b.accepted) for b in found if len(b.path) == depth)
         assert accepted == pytest.approx(share * rounds)
