@@ -93,7 +93,7 @@ def run(config: PipelineRun) -> None:
     _announce(steps)
     for step in steps:
         run_step(step)
-    log.info("report: %s", Path(config.out) / "eval" / "report.md")
+    log.info("report: %s", Path(config.out) / "eval" / "report.html")
 
 
 def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[Step]:

@@ -16,6 +16,7 @@ import transformers
 from headstart import __version__
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import Arm, head_arms, refuse_repeats
+from headstart.eval.branches import branches
 from headstart.eval.checks import (
     check_identities,
     figures_without,
@@ -50,6 +51,7 @@ from headstart.eval.result import (
     prompt_row,
     write_result,
 )
+from headstart.eval.samples import samples
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite, check_lengths, load_suite
 from headstart.eval.teacher_forced import predicted_tau, prediction_warnings
@@ -190,6 +192,8 @@ def _result(
         loops=loops,
         figures_without_loops=figures_without(sums, loops),
         warnings=[*arm.notes, *told],
+        branches=branches(done),
+        samples=samples(target.tokenizer, suite.requests, done, suite.categories),
     )
 
 

@@ -20,7 +20,7 @@ class ReportRun:
     results: list[str] = MISSING
     """result.json files, or directories that hold them at any depth."""
     out: str = MISSING
-    """Directory that receives report.md and its plots."""
+    """Directory that receives report.html, report.md and the plots of the latter."""
 
 
 def run(config: ReportRun) -> None:

@@ -8,8 +8,8 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class DrafterInfo:
     name: str
     """What tables call this row."""
     family: str
-    """Head family ('eagle3', 'medusa', ...) or kind of drafter ('ngram', 'suffix', ...)."""
+    """Head family ('eagle3', 'medusa', ...) or kind of drafter ('lookup', 'suffix', ...)."""
     tree: str
     """'chain:<k>', 'static:<name>' or 'dynamic:<name>'."""
     verify_scheme: str
@@ -123,10 +123,71 @@ class Equality:
 
 @dataclass
 class Category:
-    """Figures of the prompts of one category, or of one range of lengths."""
+    """Figures of the prompts of one category or suite, or of one range of lengths."""
 
     counts: Counts
     figures: dict[str, Value]
+    intervals: dict[str, Interval] = field(default_factory=dict)
+    """95 % paired bootstrap intervals of decode speedup and tau; of suites only."""
+
+
+@dataclass
+class BatchPoint:
+    """Speed at one batch size, prefill excluded, both arms measured at it in turns."""
+
+    batch: int
+    prompts: int
+    """Prompts decoded at it, in whole groups of `batch`."""
+    tokens_per_s_plain: float | None
+    tokens_per_s: float | None
+    speedup: float | None
+    """speedup_ratio_of_sums_decode."""
+    speedup_interval: Interval
+    """95 % paired bootstrap over prompts."""
+    tau: float | None
+    """tau_with_bonus_micro."""
+    mean_drafted: float
+    """Drafted tokens a round and row; 0 where nothing was drafted."""
+    latency_plain: float
+    """Mean seconds from a prompt's start to its last token, prefill included."""
+    latency: float
+
+
+@dataclass
+class Branch:
+    """How the rounds that came to one node of their draft went on, by the place of the child.
+
+    A node is known by its path: the place among siblings, 0 the first tried, of every node from
+    the root down; [] is the root.
+    """
+
+    path: list[int]
+    offered: list[int]
+    """Rounds that came here and had a child in this place to try."""
+    accepted: list[int]
+    """Rounds that accepted it."""
+
+
+@dataclass
+class Run:
+    """Some tokens of an answer in a row that have one origin."""
+
+    origin: str
+    """'prefill' (the prompt's own pass), 'drafted' (accepted) or 'added' (the target's own)."""
+    text: str
+    tokens: int
+
+
+@dataclass
+class Sample:
+    """One prompt and its answer, to be read."""
+
+    prompt_id: str
+    category: str
+    prompt: str
+    """End of the prompt, special tokens left out."""
+    runs: list[Run]
+    """Start of the answer."""
 
 
 @dataclass
@@ -148,18 +209,26 @@ class Result:
     tau_predicted: float | None = None
     """Tau of full rounds by teacher-forced agreement; of greedy chains only."""
     categories: dict[str, Category] = field(default_factory=dict)
+    suites: dict[str, Category] = field(default_factory=dict)
+    """By suite, where several were measured together; else empty."""
     context_lengths: dict[str, Category] = field(default_factory=dict)
     """By tokens of the prompt, chat template included: '33-64' and so on by powers of two."""
+    batch_points: list[BatchPoint] = field(default_factory=list)
+    """By batch size, where eval.batch_sizes asked for it."""
     loops: dict[str, float] = field(default_factory=dict)
     """Prompts flagged as looping, with the share of repeated 8-grams."""
     figures_without_loops: dict[str, Value] | None = None
     """Null when no prompt or every prompt loops."""
     warnings: list[str] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    """Acceptance by path through the draft; empty where the run did not record paths."""
+    samples: list[Sample] = field(default_factory=list)
+    """A few prompts as text; empty where the target has no tokenizer."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
         tables = {"figures": self.figures, "figures_without_loops": self.figures_without_loops}
-        for field_name in ("categories", "context_lengths"):
+        for field_name in ("categories", "suites", "context_lengths"):
             groups = getattr(self, field_name)
             tables |= {f"{field_name}.{name}": group.figures for name, group in groups.items()}
         for where, table in tables.items():
@@ -194,6 +263,8 @@ class PromptRow:
     plain_tokens: int | None
     plain_seconds: float | None
     plain_prefill_seconds: float | None
+    places: list[list[int]] = field(default_factory=list)
+    offered: list[list[int]] = field(default_factory=list)
 
 
 def prompt_row(
@@ -225,6 +296,8 @@ def prompt_row(
         plain_tokens=None if plain is None else len(plain.token_ids),
         plain_seconds=None if plain is None else plain.seconds,
         plain_prefill_seconds=None if plain is None else plain.prefill_seconds,
+        places=[r.places for r in rounds],
+        offered=[r.offered for r in rounds],
     )
 
 
@@ -242,8 +315,9 @@ def write_result(directory: Path, result: Result, prompt_rows: Sequence[PromptRo
 def read_result(path: Path) -> Result:
     """Read a result.json, or the one in a directory.
 
-    Raises FileNotFoundError, and ValueError naming the file and the key that is missing, unknown or
-    of the wrong type, or the schema version found.
+    A field with a default may be missing: the file is older than it. Raises FileNotFoundError, and
+    ValueError naming the file and the key that is missing, unknown or of the wrong type, or the
+    schema version found.
     """
     path = path / "result.json" if path.is_dir() else path
     data = read_json(path)
@@ -260,8 +334,11 @@ def read_result(path: Path) -> Result:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _check_names(where: str, found: dict[str, Any], expected: set[str]) -> None:
-    missing, unknown = sorted(expected - set(found)), sorted(set(found) - expected)
+def _check_names(
+    where: str, found: dict[str, Any], expected: set[str], optional: Set[str] = frozenset()
+) -> None:
+    missing = sorted(expected - set(found) - optional)
+    unknown = sorted(set(found) - expected)
     if missing or unknown:
         raise ValueError(
             f"{where}: missing {', '.join(missing) or 'nothing'}, "
@@ -269,12 +346,17 @@ def _check_names(where: str, found: dict[str, Any], expected: set[str]) -> None:
         )
 
 
+def _has_default(of: dataclasses.Field) -> bool:
+    return of.default is not MISSING or of.default_factory is not MISSING
+
+
 def _from_json(kind: Any, value: Any, where: str) -> Any:
     """Build `kind` (dataclass, list, dict, union or scalar type) from JSON, refusing misfits."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
-        _check_names(where, value, set(hints))
+        fields = dataclasses.fields(kind)
+        _check_names(where, value, set(hints), {f.name for f in fields if _has_default(f)})
         return kind(**{k: _from_json(hints[k], v, f"{where}.{k}") for k, v in value.items()})
     if origin is list and isinstance(value, list):
         return [_from_json(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]

@@ -74,8 +74,8 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
-def test_the_wheel_holds_every_module_and_every_yaml_file(wheel):
-    files = [*ROOT.glob("*.py"), ROOT / "py.typed"]
+def test_the_wheel_holds_every_module_yaml_file_and_template(wheel):
+    files = [*ROOT.glob("*.py"), ROOT / "py.typed", *(ROOT / "eval/templates").iterdir()]
     for folder in FOLDERS:
         files += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.yaml")]
     wanted = {f"headstart/{f.relative_to(ROOT)}" for f in files}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.engine.drafters.base import Drafter
+from headstart.eval.engine.places import places
 from headstart.eval.engine.records import Completion, Round
 from headstart.eval.engine.sampling import (
     ACCEPT,
@@ -267,6 +268,7 @@ class _Loop:
             tree.num_drafted_B[:, None],
             tree.depth_max_B[:, None],
             verdict.stopped_at_leaf_B[:, None],
+            *places(tree, verdict.path_BK),
         )
         width = verdict.path_BK.shape[1]
         paths, new_tokens = [], []
@@ -274,11 +276,15 @@ class _Loop:
             path = [node for node in values[:width] if node >= 0]
             tokens = [*values[width + 1 : width + len(path)], values[2 * width]]
             emitted = self._emit(row, tokens)
-            drafted, depth, leaf = values[2 * width + 1 :]
+            drafted, depth, leaf, *walk = values[2 * width + 1 :]
             stop = "cut" if emitted < len(tokens) else "leaf" if leaf else "rejected"
             accepted = min(emitted, len(tokens) - 1)
+            walked = {
+                "places": walk[1 : accepted + 1],
+                "offered": walk[width : width + accepted + (stop != "cut")],
+            }
             row.completion.rounds.append(
-                Round(accepted, emitted, drafted, depth, drafted + 1, stop)
+                Round(accepted, emitted, drafted, depth, drafted + 1, stop, **walked)
             )
             paths.append(path)
             new_tokens.append(tokens)

@@ -30,6 +30,11 @@ class Round:
     """Seconds of the target pass."""
     t_commit: float = 0.0
     """Seconds of acceptance, cache moves and the drafter's refresh."""
+    places: list[int] = field(default_factory=list)
+    """Place of every accepted token among the siblings offered with it, 0 the first tried."""
+    offered: list[int] = field(default_factory=list)
+    """Children offered at the root and at every accepted node in turn; where a round was cut, the
+    node behind the last kept token is left out: nobody knows what it would have accepted."""
 
 
 @dataclass

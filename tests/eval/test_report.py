@@ -5,13 +5,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reporting import batch_point
 from rich.console import Console
 from traces import bench, chain_round, completion, make_result, timed
 
-from headstart.eval.leaderboard import leaderboard_rows, leaderboard_table, name_results
+from headstart.eval.leaderboard import (
+    COLUMNS,
+    by_setting,
+    draft_cost,
+    leaderboard_rows,
+    leaderboard_table,
+    name_results,
+    setting_labels,
+)
 from headstart.eval.metrics import DEFINITIONS, figures, prompt_sums
-from headstart.eval.report import markdown_report, plot_report, write_report
-from headstart.eval.result import Category, Counts, DrafterInfo, Result
+from headstart.eval.report import markdown_report, write_report
+from headstart.eval.report_content import content
+from headstart.eval.report_warnings import warnings
+from headstart.eval.result import Category, Counts, DrafterInfo, Result, Run, Sample
 
 
 def result(name: str, *, accepted: int = 2, k: int = 4, seconds: float = 0.2, **changes) -> Result:
@@ -35,7 +46,12 @@ def test_fastest_first_with_plain_at_its_place():
 
 def test_plain_row_has_tau_one_speedup_one_and_its_tokens_per_second():
     plain = leaderboard_rows(name_results([result("a")]))[1]
-    assert plain[1:] == ["plain", "-", "-", *["1.00"] * 4, "0", "10.0", "-"]
+    found = dict(zip(COLUMNS, plain, strict=True))
+    assert found["drafter"] == "plain"
+    assert [found[c] for c in ("decode speedup", "e2e speedup", "tau", "tau, full rounds")] == [
+        "1.00"
+    ] * 4
+    assert [found[c] for c in ("draft cost", "cut", "tokens/s")] == ["0.00", "0", "10.0"]
 
 
 def test_p56_ranked_by_speed_never_by_acceptance_rate():
@@ -54,7 +70,7 @@ def test_p56_a_null_draft_is_listed_with_speedup_one():
     sums = [prompt_sums(arm, timed(arm.prompt_id, 10, 0.9)) for arm in arms]
     row = leaderboard_rows(name_results([make_result("null", sums, arms)]))[1]
     assert row[1] == "null"
-    assert row[4] == "1.00 [1.00, 1.00]"
+    assert row[2] == "1.00 [1.00, 1.00]"
 
 
 def test_lossy_row_holds_no_rank_however_fast():
@@ -124,8 +140,7 @@ def test_shorter_chains_leave_deeper_cells_empty():
 
 def test_report_shows_equality_with_first_divergence_and_margin():
     text = markdown_report([result("a")])
-    assert "95.0 % of greedy outputs identical; first divergences: p3 at token 7" in text
-    assert "margin 0.002" in text
+    assert "| a | 95.0 % | 1 | 0.002 | p3 at token 7 (margin 0.002) |" in text
 
 
 def test_report_shows_categories_apart():
@@ -153,12 +168,23 @@ def test_pipes_in_names_do_not_break_tables():
     assert "| 1 | a\\|b |" in markdown_report([result("a|b")])
 
 
-def test_write_report_writes_the_page_and_the_plots_it_shows(tmp_path: Path):
+def test_write_report_writes_both_pages_and_the_plots_of_markdown(tmp_path: Path):
     path = write_report([result("a"), lossy("b")], tmp_path / "report")
-    images = ["acceptance_by_depth.png", "speedup.png"]
-    assert sorted(p.name for p in path.parent.iterdir()) == [*images[:1], "report.md", images[1]]
-    assert all(f"]({image})" in path.read_text() for image in images)
-    assert all((path.parent / i).read_bytes()[:4] == b"\x89PNG" for i in images)
+    assert path.name == "report.html"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["figures", "report.html", "report.md"]
+    text = (path.parent / "report.md").read_text()
+    plots = sorted(p.name for p in (path.parent / "figures").iterdir())
+    assert "s1-speedup.svg" in plots
+    assert all(f"](figures/{plot})" in text for plot in plots)
+    assert text.count("](figures/") == len(plots)
+
+
+def test_a_rerun_leaves_no_plot_of_the_last_report(tmp_path: Path):
+    other = result("b")
+    other.provenance = replace(other.provenance, device="another CPU")
+    write_report([result("a"), other], tmp_path)
+    write_report([result("a")], tmp_path)
+    assert not [p for p in (tmp_path / "figures").iterdir() if p.name.startswith(("s2", "across"))]
 
 
 def test_terminal_table_has_the_rows_of_the_report():
@@ -168,7 +194,112 @@ def test_terminal_table_has_the_rows_of_the_report():
     assert text.index(" [bold]a ") < text.index(" plain ") < text.index(" lossy ")
 
 
-@pytest.mark.parametrize("report", [markdown_report, lambda r: plot_report(r, Path("unused"))])
-def test_a_report_without_results_is_an_error(report):
+def test_a_report_without_results_is_an_error():
     with pytest.raises(ValueError, match="at least one result"):
-        report([])
+        markdown_report([])
+
+
+def lookup(seconds: float) -> Result:
+    info = DrafterInfo("lookup", "lookup", "chain:4", "a1", True)
+    return result("lookup", drafter=info, seconds=seconds)
+
+
+def against(results: list[Result]) -> dict[str, str]:
+    column = list(COLUMNS).index("over lookup")
+    return {row[1]: row[column] for row in leaderboard_rows(name_results(results))}
+
+
+def test_a_row_no_faster_than_prompt_lookup_says_so():
+    found = against([result("fast"), result("equal", seconds=0.25), lookup(0.25)])
+    assert found == {"fast": "1.25", "equal": "1.00 BELOW", "lookup": "1.00", "plain": "0.83"}
+
+
+def test_a_row_whose_interval_reaches_lookup_is_not_called_faster():
+    unclear = result("a", intervals={"speedup_ratio_of_sums_decode": [1.1, 1.9]})
+    assert against([unclear, lookup(0.25)])["a"] == "1.25 unclear"
+
+
+def test_a_row_behind_lookup_on_one_suite_names_it():
+    def suites(row: Result, speeds: dict[str, float]) -> Result:
+        values = {s: row.figures | {"speedup_ratio_of_sums_decode": v} for s, v in speeds.items()}
+        row.suites = {s: Category(Counts(9, 9, 9), v) for s, v in values.items()}
+        return row
+
+    head = suites(result("head"), {"chat": 1.6, "code": 1.4})
+    rival = suites(lookup(0.25), {"chat": 1.1, "code": 1.4})
+    assert against([head, rival])["head"] == "1.25 BELOW on code"
+    assert "| head | 1.60 | 1.40 |" in markdown_report([head, rival])
+
+
+def test_a_lossy_lookup_is_no_rival():
+    rival = lookup(0.1)
+    rival.drafter = DrafterInfo("lookup", "lookup", "chain:4", "typical", False)
+    assert against([result("a"), rival])["a"] == "-"
+
+
+def test_without_prompt_lookup_nothing_is_compared_with_it():
+    assert against([result("a")]) == {"a": "-", "plain": "-"}
+
+
+def test_draft_cost_is_the_time_outside_the_targets_pass():
+    # A round of 0.2 s spends two fifths outside the pass; a plain step takes 0.1 s.
+    assert draft_cost(result("a")) == pytest.approx(0.8)
+
+
+def test_equal_warnings_are_told_once_with_their_rows():
+    found = warnings([("x", name_results([result("a"), result("b"), lossy("c")]))])
+    lossy_row = "lossy (typical): outputs do not follow the target's distribution"
+    assert ("serious", lossy_row, "c") in found
+    assert [severity for severity, _, _ in found] == ["serious", "serious", "caution"]
+    assert ("caution", "a made-up run", "all 3 rows") in found
+
+
+def test_runs_of_unlike_speed_are_told_and_share_one_plain_row():
+    one, other = result("a"), result("b")
+    other.figures = other.figures | {"tokens_per_s_plain_decode": 11.0}
+    rows = [row for row in leaderboard_rows(name_results([one, other])) if "plain" in row[1]]
+    assert [(row[1], row[6]) for row in rows] == [("plain (2 runs)", "10.0 to 11.0")]
+    told = [text for _, text, _ in warnings([("x", name_results([one, other]))])]
+    assert any(text.startswith("runs apart: plain decoding made 10.0 tokens/s") for text in told)
+
+
+@pytest.mark.parametrize(("dtype", "severity"), [("float32", "serious"), ("bfloat16", "caution")])
+def test_p47_unequal_greedy_outputs_are_serious_in_full_precision(dtype, severity):
+    row = result("a", warnings=[])
+    row.provenance = replace(row.provenance, dtype=dtype)
+    assert [(s, t[:14]) for s, t, _ in warnings([("x", [("a", row)])])] == [
+        (severity, "greedy outputs")
+    ]
+
+
+def test_settings_are_named_by_what_tells_them_apart():
+    one, other = result("a"), result("a")
+    other.provenance = replace(other.provenance, prompt_suite="gsm8k", dtype="bfloat16")
+    groups = list(by_setting(name_results([one, other])).values())
+    assert setting_labels(groups) == [
+        "hand, temperature 0, float32",
+        "gsm8k, temperature 0, bfloat16",
+    ]
+
+
+def test_names_are_numbered_only_within_a_setting():
+    one, other = result("a"), result("a")
+    other.sampling = replace(other.sampling, temperature=1.0)
+    assert [name for name, _ in name_results([one, other])] == ["a", "a"]
+
+
+def test_batch_points_get_a_plot_where_results_hold_them():
+    points = [batch_point(1, 1.9), batch_point(8, 1.1)]
+    slugs = [f.slug for f in content([result("a", batch_points=points)]).figures]
+    assert "s1-batch" in slugs
+    assert "s1-batch" not in [f.slug for f in content([result("a")]).figures]
+
+
+def test_predicted_and_measured_speedups_are_told_with_their_median_gap():
+    assert "differ by 0.0 % (median over 1 rows)" in markdown_report([result("a")])
+
+
+def test_samples_show_accepted_runs_and_escape_their_text():
+    runs = [Run("prefill", "<a", 1), Run("drafted", " & b\n", 2), Run("added", " c", 1)]
+    text = markdown_report([result("a", samples=[Sample("p0", "code", "hi", runs)])])
+    assert "<pre>&lt;a<b> &amp; b&#10;</b> c</pre>" in text

@@ -5,13 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reporting import batch_point
 from traces import bench, make_result, t1, timed
 
 from headstart.eval.metrics import figures, prompt_sums
 from headstart.eval.result import (
+    Branch,
     Category,
     Counts,
     DrafterInfo,
+    Run,
+    Sample,
     prompt_row,
     read_result,
     write_result,
@@ -85,6 +89,19 @@ def test_missing_key_is_named(tmp_path):
     path = tampered(tmp_path, lambda d: d["sampling"].pop("top_p"))
     with pytest.raises(ValueError, match=r"result\.json: result\.sampling: missing top_p"):
         read_result(path)
+
+
+def test_a_file_older_than_an_optional_field_is_read(tmp_path):
+    path = tampered(tmp_path, lambda d: [d.pop(k) for k in ("branches", "samples", "suites")])
+    assert read_result(path).branches == []
+
+
+def test_branches_samples_and_batch_points_read_back_equal(tmp_path):
+    result, rows = result_and_rows()
+    result.branches = [Branch([0, 1], [4, 2], [3, 0])]
+    result.samples = [Sample("p0", "code", "hello", [Run("drafted", " world", 2)])]
+    result.batch_points = [batch_point(8, 1.4), batch_point(16, 1.1)]
+    assert read_result(write_result(tmp_path, result, rows)) == result
 
 
 def test_unknown_key_is_named(tmp_path):
