@@ -71,6 +71,7 @@ def markdown_report(results: Sequence[Result], *, images: Sequence[str] = ()) ->
         _histogram(named),
         "## Time by stage",
         _stages(named),
+        *_grouped("By suite", "suite", [(n, r.suites) for n, r in named]),
         *_grouped("By category", "category", [(n, r.categories) for n, r in named]),
         *_grouped("By context length", "prompt tokens", [(n, r.context_lengths) for n, r in named]),
         "## Equality with plain decoding",

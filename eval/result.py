@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class Divergence:
 
 @dataclass
 class Equality:
-    """Greedy outputs compared with plain decoding, token for token."""
+    """Greedy outputs (one a turn) compared with plain decoding, token for token."""
 
     fraction_identical: float
     divergences: list[Divergence] = field(default_factory=list)
@@ -123,10 +124,12 @@ class Equality:
 
 @dataclass
 class Category:
-    """Figures of the prompts of one category, or of one range of lengths."""
+    """Figures of the prompts of one category or suite, or of one range of lengths."""
 
     counts: Counts
     figures: dict[str, Value]
+    intervals: dict[str, Interval] = field(default_factory=dict)
+    """95 % paired bootstrap intervals of decode speedup and tau; of suites only."""
 
 
 @dataclass
@@ -148,8 +151,11 @@ class Result:
     tau_predicted: float | None = None
     """Tau of full rounds by teacher-forced agreement; of greedy chains only."""
     categories: dict[str, Category] = field(default_factory=dict)
+    suites: dict[str, Category] = field(default_factory=dict)
+    """By suite, where several were measured together; else empty."""
     context_lengths: dict[str, Category] = field(default_factory=dict)
-    """By tokens of the prompt, chat template included: '33-64' and so on by powers of two."""
+    """By tokens of the prompt, chat template included: '33-64' and so on by powers of two. Every
+    turn of a conversation counts as a prompt, the turns before it in its own."""
     loops: dict[str, float] = field(default_factory=dict)
     """Prompts flagged as looping, with the share of repeated 8-grams."""
     figures_without_loops: dict[str, Value] | None = None
@@ -159,7 +165,7 @@ class Result:
 
     def __post_init__(self) -> None:
         tables = {"figures": self.figures, "figures_without_loops": self.figures_without_loops}
-        for field_name in ("categories", "context_lengths"):
+        for field_name in ("categories", "suites", "context_lengths"):
             groups = getattr(self, field_name)
             tables |= {f"{field_name}.{name}": group.figures for name, group in groups.items()}
         for where, table in tables.items():
@@ -177,10 +183,14 @@ class PromptRow:
     prompt_id: str
     category: str | None
     prompt_tokens: int | None
+    """Of a conversation, those of its first turn."""
     stop_reason: str
     turns: int
+    turn_tokens: list[int]
+    """New tokens by turn: where a turn begins in `token_ids`, with the one from its prefill."""
     token_ids: list[int]
     repeated_ngram_share: float
+    """The largest of any turn."""
     accepted: list[int]
     emitted: list[int]
     drafted: list[int]
@@ -201,17 +211,26 @@ def prompt_row(
     plain: Completion | None,
     category: str | None = None,
     prompt_tokens: int | None = None,
+    turn_tokens: Sequence[int] = (),
 ) -> PromptRow:
-    """Lay one prompt out as a row of prompts.jsonl; lists have one entry a round."""
-    rounds = completion.rounds
+    """Lay one prompt out as a row of prompts.jsonl; lists have one entry a round.
+
+    Without `turn_tokens` (new tokens by turn) it is one turn.
+    """
+    rounds, ids = completion.rounds, completion.token_ids
+    counts = list(turn_tokens) or [len(ids)]
+    ends = list(accumulate(counts))
+    assert ends[-1] == len(ids) and len(ends) == completion.turns, "turns without tokens"
+    answers = [ids[end - count : end] for count, end in zip(counts, ends, strict=True)]
     return PromptRow(
         prompt_id=completion.prompt_id,
         category=category,
         prompt_tokens=prompt_tokens,
         stop_reason=completion.stop_reason,
         turns=completion.turns,
-        token_ids=completion.token_ids,
-        repeated_ngram_share=repeated_ngram_share(completion.token_ids),
+        turn_tokens=counts,
+        token_ids=ids,
+        repeated_ngram_share=max(map(repeated_ngram_share, answers)),
         accepted=[r.accepted for r in rounds],
         emitted=[r.emitted for r in rounds],
         drafted=[r.drafted for r in rounds],

@@ -21,6 +21,9 @@ class EvalRun:
     checkpoints: list[str] = MISSING
     """Head checkpoint directories, measured against one plain arm."""
     tree: TreeConfig = MISSING
+    """Draft that each head is measured with, unless there are several in `trees`."""
+    trees: dict[str, TreeConfig] = field(default_factory=dict)
+    """Several drafts, each for every head: +tree@trees.NAME=OPTION adds one."""
     sampling: SamplingConfig = MISSING
     runtime: RuntimeConfig = MISSING
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -36,15 +39,17 @@ def run(config: EvalRun) -> None:
             f"checkpoints: no head checkpoint at {', '.join(missing) or 'all'}; "
             "give directories that hold config.json and model.safetensors"
         )
-    if config.eval.suite is not None:  # a bad file is refused before the target is loaded
-        read_conversations(config.eval.suite, need_answers=False, option="eval.suite")
+    for number, suite in enumerate(config.eval.chosen_suites):
+        if suite.path is not None:  # a bad file is refused before the target is loaded
+            option = config.eval.option_of(number)
+            read_conversations(suite.path, need_answers=False, option=option)
     config.runtime.apply()
     target = load_target(config.target)
     evaluate_heads(
         target,
         ChatTemplate(target.tokenizer),
         [Path(c) for c in config.checkpoints],
-        [config.tree],
+        list(config.trees.values()) or [config.tree],
         sampling=config.sampling,
         config=config.eval,
         out=Path(config.out),
