@@ -60,7 +60,7 @@ def evaluate_heads(
         template_hash=template.hash,
         skip_misfits=config.skip_misfits,
     )
-    arms = with_contamination(arms, suite, template, config.training_rows)
+    arms = with_contamination(_only(arms, config.only), suite, template, config.training_rows)
     where = provenance(target, suite, template.hash, run_config, [config.seed, sampling.seed])
     options = {"eval": asdict(config), "sampling": asdict(sampling)}
     options["trees measured"] = [asdict(tree) for tree in trees]
@@ -127,6 +127,15 @@ def benchmark(
         )
         outcomes.append((result, prompt_rows(timed, number, suite)))
     return outcomes
+
+
+def _only(arms: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
+    """Return the arms of these names, in the order of the arms; all of them without names."""
+    known = [arm.name for arm in arms]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"eval.only: no arm {unknown[0]!r}; expected some of {', '.join(known)}")
+    return [arm for arm in arms if not names or arm.name in names]
 
 
 def quick_tau(

@@ -68,8 +68,8 @@ def _notes(
     rows, _ = read_rows(Path(str(path)))
     if rows_hash(rows) != digest:
         return (
-            f"training rows {path} have changed since the head was trained: whether they held these "
-            "prompts is unknown",
+            f"training rows {path} have changed since the head was trained: whether they held "
+            "these prompts is unknown",
         )
     return _overlap(str(path), rows, prompts, template)
 

@@ -31,7 +31,8 @@ FORMAT = 1
 ABSENT = "nothing"
 BESIDE = (
     *("out", "eval.repeats", "eval.resamples", "eval.resume", "eval.check_equality"),
-    *("eval.force_pairing", "eval.skip_misfits", "eval.training_rows", "eval.warmup_prompts"),
+    *("eval.force_pairing", "eval.only", "eval.skip_misfits", "eval.training_rows"),
+    "eval.warmup_prompts",
 )
 """Options that change no session."""
 
@@ -99,7 +100,7 @@ class Journal(UserDict[Place, Session]):
         ]
 
     def _open(self, settings: dict[str, Any], resume: bool) -> None:
-        self._began = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._began = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._finished, self._lines, header = False, 0, None
         if self.path.exists():
             cut_torn_line(self.path)

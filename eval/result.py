@@ -220,7 +220,7 @@ def prompt_row(
     rounds, ids = completion.rounds, completion.token_ids
     counts = list(turn_tokens) or [len(ids)]
     ends = list(accumulate(counts))
-    assert ends[-1] == len(ids) and len(ends) == completion.turns, "turns without tokens"
+    assert (len(ends), ends[-1]) == (completion.turns, len(ids)), "tokens of other turns"
     answers = [ids[end - count : end] for count, end in zip(counts, ends, strict=True)]
     return PromptRow(
         prompt_id=completion.prompt_id,

@@ -1,4 +1,4 @@
-"""A session: what all arms made of one group of prompts, in one go; and what the repeats come to."""
+"""A session: what all arms made of one group of prompts in one go; and what the repeats come to."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

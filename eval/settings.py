@@ -48,7 +48,7 @@ class EvalConfig:
     suite: str | None = None
     """The one suite, as in eval.suites; null means generated held-out prompts."""
     suites: list[SuiteConfig] = field(default_factory=list)
-    """Several suites: 'eval.suites=[{path:mt_bench.jsonl},{path:gsm8k.jsonl,num_prompts:10},{}]'."""
+    """Several suites: 'eval.suites=[{path:mt_bench.jsonl},{path:code.jsonl,num_prompts:10},{}]'."""
     num_prompts: int = 20
     """Prompts decoded of every suite; under 20 the intervals are rough."""
     seed: int = 0
@@ -67,6 +67,8 @@ class EvalConfig:
     """Bootstrap resamples of the prompts behind each interval."""
     resume: bool = True
     """Go on from what an earlier run of the same settings measured in `out`; false measures all."""
+    only: list[str] = field(default_factory=list)
+    """Arms measured, by the names that tables give them; empty measures every one."""
     skip_misfits: bool = False
     """Leave out, with a note, a tree that a head cannot draft; false refuses it."""
     force_pairing: bool = False

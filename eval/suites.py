@@ -1,7 +1,7 @@
 """The prompts of a benchmark: generated held-out ones, and users' JSON Lines files.
 
-A suite's hash covers the ids and texts of exactly the turns that are asked. Where several suites are
-measured together, ids and categories carry the name of theirs: mt_bench/81, mt_bench/writing.
+A suite's hash covers the ids and texts of exactly the turns that are asked. Where several suites
+are measured together, ids and categories carry the name of theirs: mt_bench/81, mt_bench/writing.
 """
 
 import hashlib

@@ -164,7 +164,7 @@ def _next_turns(
         dialogue.take(Answer(answer.prompt_id, answer.token_ids, answer.stop_reason))
         if dialogue.ask is not None:
             ask = dialogue.ask
-            # The dialogue has cut the limit to the room there is; decoding does so itself, and says.
+            # The dialogue has cut the limit to the room there is; decoding does so too, and says.
             request = Request(ask.prompt_id, ask.token_ids, turn.request.max_new_tokens)
             following.append(Turn(turn.owner, request))
     return following
