@@ -15,12 +15,13 @@ from headstart.eval.contamination import with_contamination
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter, NoDrafter
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.journal import Journal, measured_settings
+from headstart.eval.journal import Journal
 from headstart.eval.leaderboard import print_leaderboard
 from headstart.eval.metrics import figures, prompt_sums
 from headstart.eval.provenance import provenance
 from headstart.eval.report import write_report
 from headstart.eval.result import PromptRow, Provenance, Result, write_result
+from headstart.eval.session_key import measured_settings
 from headstart.eval.sessions import Place, Session
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite, check_lengths, load_suite

@@ -14,8 +14,9 @@ from headstart.eval.arms import Arm
 from headstart.eval.bench import benchmark
 from headstart.eval.engine.decode import decode
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.journal import JOURNAL, Journal, measured_settings
+from headstart.eval.journal import JOURNAL, Journal
 from headstart.eval.result import PromptRow, Result
+from headstart.eval.session_key import measured_settings
 from headstart.eval.settings import EvalConfig
 
 QUICK = EvalConfig(resamples=2_000, warmup_prompts=1)
