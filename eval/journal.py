@@ -69,7 +69,7 @@ class Journal(UserDict[Place, Session]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
         self._lock.release()
-        if kind is not None:
+        if kind is not None and self.data:
             log.warning(
                 "%s keeps the %d sessions measured so far; the same command again goes on from "
                 "there",
