@@ -32,20 +32,16 @@ def _run(arguments: list[str], output: str) -> None:
     command(*arguments)
 
 
-def save(path: Path, seed: int) -> None:
-    target = talking_target()
-    head = make_head("medusa", target, num_heads=3, seed=seed)
-    template = ChatTemplate(target.tokenizer).hash
-    info = info_for(head, target.name, target.fingerprint, template_hash=template)
-    save_head(path, head, info)
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """Hold a target, a head, and conversations of one to three turns."""
     root = tmp_path_factory.mktemp("eval-kill")
     save_target(root / "target", target=talking_target())
-    save(root / "head", seed=0)
+    target = talking_target()
+    head = make_head("medusa", target, num_heads=3)
+    template = ChatTemplate(target.tokenizer).hash
+    info = info_for(head, target.name, target.fingerprint, template_hash=template)
+    save_head(root / "head", head, info)
     rows = [
         {"question_id": i, "category": "x", "turns": [f"Question {i}?", "Why?", "So?"][: 1 + i % 3]}
         for i in range(PROMPTS)
@@ -54,8 +50,8 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def start(root: Path, out: Path, head: str = "head") -> multiprocessing.Process:
-    arguments = ["eval", *saved(root / "target"), f"checkpoints=[{root}/{head}]", f"out={out}"]
+def start(root: Path, out: Path) -> multiprocessing.Process:
+    arguments = ["eval", *saved(root / "target"), f"checkpoints=[{root}/head]", f"out={out}"]
     arguments += ["tree=chain3", f"eval.suite={root}/q.jsonl", f"eval.num_prompts={PROMPTS}"]
     arguments += [f"eval.repeats={REPEATS}", "eval.max_new_tokens=60", "eval.resamples=2000"]
     arguments += ["runtime.threads=1"]
@@ -115,27 +111,22 @@ def test_killed_again_and_again_it_ends_with_the_rows_of_an_uninterrupted_run(ro
     after = sessions(out)
     assert after[: len(before)] == before  # nothing was measured twice
     assert len(after) == PROMPTS * REPEATS
+    _times_are_pairs(rows, after)
     (result,) = out.glob("*/result.json")
     told = json.loads(result.read_text())["warnings"]
     assert any(w.startswith("measured in ") and "runs, begun " in w for w in told)
 
 
-def test_the_times_of_a_resumed_run_are_pairs_of_one_session(root):
-    """Every prompt's times are those of one line of the journal, for both arms."""
-    out = root / "killed-once"
-    stop(start(root, out), out, signal.SIGKILL, 3)
-    rows = finish(start(root, out), out)
-    pairs = set()
-    for session in sessions(out):
-        plain, drafted = (
-            sum(c["seconds"] for turn in turns for c in turn) for turns in session["done"]
-        )
-        pairs.add((session["place"][1], plain, drafted))
+def _times_are_pairs(rows: list[dict], sessions: list[dict]) -> None:
+    """Hold a prompt's times to those of its sessions: for each arm the lower of two repeats."""
     for number, row in enumerate(rows):
-        drafted = {d for n, _, d in pairs if n == number}
-        plain = {p for n, p, _ in pairs if n == number}
-        assert row["seconds"] == pytest.approx(min(drafted), rel=1e-12)  # the lower of two
-        assert row["plain_seconds"] == pytest.approx(min(plain), rel=1e-12)
+        own = [session["done"] for session in sessions if session["place"][1] == number]
+        plain, drafted = (
+            min(sum(c["seconds"] for turn in done[arm] for c in turn) for done in own)
+            for arm in (0, 1)
+        )
+        assert row["plain_seconds"] == pytest.approx(plain, rel=1e-12)
+        assert row["seconds"] == pytest.approx(drafted, rel=1e-12)
 
 
 def test_ctrl_c_leaves_a_journal_and_says_how_to_go_on(root, whole):
@@ -149,13 +140,3 @@ def test_ctrl_c_leaves_a_journal_and_says_how_to_go_on(root, whole):
     assert "Traceback" not in told
     assert untimed(finish(start(root, out), out)) == untimed(whole)
     assert "sessions were measured earlier and are kept" in Path(f"{out}.txt").read_text()
-
-
-def test_other_weights_under_the_same_path_are_measured_from_the_start(root):
-    out = root / "retrained"
-    save(root / "trained", seed=0)
-    stop(start(root, out, "trained"), out, signal.SIGKILL, 2)
-    save(root / "trained", seed=1)
-    finish(start(root, out, "trained"), out)
-    assert "arm medusa-trained-chain3.files was " in Path(f"{out}.txt").read_text()
-    assert len(sessions(out)) == PROMPTS * REPEATS

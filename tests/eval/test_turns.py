@@ -128,7 +128,7 @@ def test_every_arm_is_asked_the_plain_arms_next_turn_though_its_own_answer_diffe
     monkeypatch.setattr(timing, "decode", forged)
     suite = suite_of(tmp_path / "q.jsonl", ROWS[2:])
     head = make_head("medusa", TALK, num_heads=1)
-    drafter = head_drafter(head, TALK.parts, TreeConfig(depth=1), SamplingConfig())
+    drafter = head_drafter(head, TALK.parts, TreeConfig(name="chain1", depth=1), SamplingConfig())
     ((result, _),) = measured(suite, [arm("other", drafter)])
     assert said[1]["3"] != said[2]["3"]
     assert asked[1]["3#turn-2"] == asked[2]["3#turn-2"]
@@ -155,8 +155,9 @@ def test_repeats_are_asked_what_the_first_repeat_was(tmp_path, asked):
 def test_turns_are_answered_after_an_answer_cut_by_the_limit(tmp_path):
     ((_, rows),) = measured(suite_of(tmp_path / "q.jsonl", max_new_tokens=3), null())
     assert [row.turns for row in rows] == [3, 1, 2]
-    assert rows[0].turn_tokens == [3, 3, 3]
-    assert rows[0].stop_reason == "length"
+    first, second, _ = rows[0].turn_tokens
+    assert second == 3
+    assert rows[0].token_ids[first + second - 1] not in TEMPLATE.stop_ids(TALK.stop_ids)
 
 
 def test_a_batch_gives_the_text_of_single_prompts_and_drops_who_has_no_turn_left(tmp_path, asked):
