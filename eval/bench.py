@@ -5,7 +5,7 @@ Plain decoding is the same loop with nothing drafted; one plain arm serves every
 
 import logging
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from headstart.eval.checks import (
     looping_prompts,
     sample_warnings,
 )
+from headstart.eval.drafter_arms import drafter_arms
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter, NoDrafter
+from headstart.eval.engine.drafters.config import DrafterConfig
 from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
@@ -71,21 +73,25 @@ def evaluate_heads(
     config: EvalConfig,
     out: Path,
     run_config: dict[str, Any],
+    drafters: Mapping[str, DrafterConfig] | None = None,
 ) -> list[Result]:
     """Measure every head with every tree; write a directory an arm, and report.md, under `out`.
 
-    `run_config` is the resolved configuration that results record. Raises ValueError, before any
+    `drafters` are measured beside the heads, of which there may then be none. `run_config` is the resolved configuration that results record. Raises ValueError, before any
     decoding, for heads, trees or prompts that do not fit the target.
     """
     suite = load_suite(config, template)
-    arms = head_arms(
-        checkpoints,
-        trees,
-        target,
-        sampling,
-        force=config.force_pairing,
-        template_hash=template.hash,
-    )
+    arms = []
+    if checkpoints or not drafters:
+        arms = head_arms(
+            checkpoints,
+            trees,
+            target,
+            sampling,
+            force=config.force_pairing,
+            template_hash=template.hash,
+        )
+    arms += drafter_arms(drafters or {}, arms, target, sampling)
     seeds = [config.seed, sampling.seed]
     outcomes = benchmark(
         target,

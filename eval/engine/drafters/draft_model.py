@@ -50,13 +50,14 @@ class ModelDrafter:
         self._cache = self.model.new_cache(batch, max_len + self.num_nodes, self.num_nodes)
         self._unread: list[list[int]] = [[] for _ in range(batch)]
         self._reading_prompt = [True] * batch
-        self._drafted_BK: Tensor | None = None  # tokens read for the draft that is being verified
+        # Tokens read for the draft being verified; on the device until the round has synchronised.
+        self._drafted: list[Tensor | None] = [None] * batch
 
     def begin(self, row: int, first_token: int) -> None:
         """Start a row over."""
         self._cache.reset(row)
         self._unread[row], self._reading_prompt[row] = [first_token], True
-        self._drafted_BK = None  # of a last round: no row of it is left
+        self._drafted[row] = None
 
     def observe(
         self,
@@ -67,11 +68,10 @@ class ModelDrafter:
     ) -> None:
         """Keep the cache rows of drafted tokens that were right; read a prompt, but for its end."""
         places = list(range(len(counts)) if rows is None else rows)
-        drafted = [] if self._drafted_BK is None else self._drafted_BK.tolist()
-        self._drafted_BK = None
         for row, tokens, count in zip(places, tokens_RM.tolist(), counts, strict=True):
+            drafted, self._drafted[row] = self._drafted[row], None
             # One token at least is left to be read: the next draft starts from its logits.
-            kept = _common(drafted[row], tokens[: count - 1]) if drafted else 0
+            kept = 0 if drafted is None else _common(drafted.tolist(), tokens[: count - 1])
             self._cache.advance([kept], rows=[row])
             self._unread[row] += tokens[kept:count]
         self._catch_up([row for row in places if self._reading_prompt[row]], leave=1)
@@ -93,7 +93,7 @@ class ModelDrafter:
         self._cache.lengths[:B] = committed  # drafted rows wait beyond it to be kept
         self._reading_prompt[:B] = [False] * B
         tokens_BN = torch.stack(tokens, dim=1)
-        self._drafted_BK = tokens_BN[:, 1:-1]
+        self._drafted[:B] = tokens_BN[:, 1:-1].unbind(0)
         return self.shape.fill(self._within_context(tokens_BN, positions_B), self._laws(laws))
 
     def _choose(
@@ -160,8 +160,8 @@ class ModelDrafter:
     def move_row(self, source: int, destination: int) -> None:
         """Copy one row over another."""
         self._cache.move_row(source, destination)
-        self._unread[destination] = self._unread[source]
-        self._reading_prompt[destination] = self._reading_prompt[source]
+        for kept in (self._unread, self._drafted, self._reading_prompt):
+            kept[destination] = kept[source]
 
     def finish(self, row: int, token_ids: Sequence[int]) -> None:
         """Learn nothing from a whole answer."""

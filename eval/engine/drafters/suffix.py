@@ -122,9 +122,7 @@ def most_frequent(
     return Scored(Draft.chain(tokens), sum(counts) / total)
 
 
-def best_first(
-    trie: SuffixTrie, node: Node, depth: int, *, budget: int, min_prob: float
-) -> Scored:
+def best_first(trie: SuffixTrie, node: Node, depth: int, *, budget: int, min_prob: float) -> Scored:
     """Grow the tree of the `budget` most probable strings below a node of `depth` tokens.
 
     Estimates as in `most_frequent`; ties go to the shallower, then to the lower id of the earlier
