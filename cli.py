@@ -207,9 +207,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         # Of an option in a list, [lokup], Hydra does not say what there is.
-        found = error.options or [
-            f.stem for f in (Path(__file__).parent / "conf" / group).glob("*")
-        ]
+        files = (Path(__file__).parent / "conf" / group).glob("*.yaml")
+        found = error.options or [file.stem for file in files]
         known = sorted(o for o in found if not o.startswith("base_"))
         return _no_such_option(f"{group}={option}", known)
     cause = error.__cause__ or error

@@ -77,8 +77,9 @@ def evaluate_heads(
 ) -> list[Result]:
     """Measure every head with every tree; write a directory an arm, and report.md, under `out`.
 
-    `drafters` are measured beside the heads, of which there may then be none. `run_config` is the resolved configuration that results record. Raises ValueError, before any
-    decoding, for heads, trees or prompts that do not fit the target.
+    `drafters` are measured beside the heads, of which there may then be none. `run_config` is the
+    resolved configuration that results record. Raises ValueError, before any decoding, for heads,
+    trees, drafters or prompts that do not fit the target.
     """
     suite = load_suite(config, template)
     arms = []

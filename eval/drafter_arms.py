@@ -1,4 +1,4 @@
-"""Arms of a benchmark without a head: text drafters, draft models, and what falls back to others."""
+"""Arms of a benchmark without a head: text drafters, draft models, and what falls back."""
 
 from collections.abc import Mapping, Sequence
 
@@ -55,9 +55,7 @@ def refuse_bad_fallbacks(drafters: Mapping[str, DrafterConfig], *, num_heads: in
             where = f"drafters.{name}.members: {member}"
             if member == HEAD:
                 if num_heads == 0:
-                    raise ValueError(
-                        f"{where}: there is no head; give checkpoints, or leave it out"
-                    )
+                    raise ValueError(f"{where}: there is no head; give checkpoints")
             elif member not in drafters:
                 known = ", ".join(sorted(set(drafters) - {name}))
                 raise ValueError(f"{where}: no such drafter; expected {known or 'others'} or head")

@@ -55,7 +55,8 @@ class LookupDrafter(TextDrafter[NgramIndex]):
     name, scheme = "lookup", "a1"
 
     def __init__(self, *, tokens: int, max_n: int, min_n: int, order: str) -> None:
-        assert 1 <= min_n <= max_n and order in ORDERS
+        assert 1 <= min_n <= max_n
+        assert order in ORDERS
         self.tokens, self.num_nodes = tokens, tokens + 1
         self.max_n, self.min_n, self.order = max_n, min_n, order
 
