@@ -4,7 +4,7 @@ Plain decoding is the same loop with nothing drafted; one plain arm serves every
 """
 
 import logging
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import Arm, head_arms, refuse_repeats
 from headstart.eval.contamination import with_contamination
+from headstart.eval.drafter_arms import drafter_arms
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter, NoDrafter
+from headstart.eval.engine.drafters.config import DrafterConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.journal import Journal
 from headstart.eval.leaderboard import print_leaderboard
@@ -44,27 +46,37 @@ def evaluate_heads(
     config: EvalConfig,
     out: Path,
     run_config: dict[str, Any],
+    drafters: Mapping[str, DrafterConfig] | None = None,
 ) -> list[Result]:
     """Measure every head with every tree; write a directory an arm, and report.md, under `out`.
 
-    What is measured goes to a journal there as it comes, from which a later run of the same
-    settings goes on. `run_config` is the resolved configuration that results record. Raises
-    ValueError, before any decoding, for heads, trees or prompts that do not fit the target.
+    `drafters` are measured beside the heads, of which there may then be none. What is measured
+    goes to a journal under `out` as it comes, from which a later run of the same settings goes on.
+    `run_config` is the resolved configuration that results record. Raises ValueError, before any
+    decoding, for heads, trees, drafters or prompts that do not fit the target.
     """
+    drafters = drafters or {}
     suite = load_suite(config, template)
-    arms = head_arms(
-        checkpoints,
-        trees,
-        target,
-        sampling,
-        force=config.force_pairing,
-        template_hash=template.hash,
-        skip_misfits=config.skip_misfits,
-    )
-    arms = with_contamination(_only(arms, config.only), suite, template, config.training_rows)
+    arms = []
+    if checkpoints or not drafters:
+        arms = head_arms(
+            checkpoints,
+            trees,
+            target,
+            sampling,
+            force=config.force_pairing,
+            template_hash=template.hash,
+            skip_misfits=config.skip_misfits,
+        )
+        arms = with_contamination(arms, suite, template, config.training_rows)
+    arms = _only([*arms, *drafter_arms(drafters, arms, target, sampling)], config.only)
     where = provenance(target, suite, template.hash, run_config, [config.seed, sampling.seed])
-    options = {"eval": asdict(config), "sampling": asdict(sampling)}
-    options["trees measured"] = [asdict(tree) for tree in trees]
+    options = {
+        "eval": asdict(config),
+        "sampling": asdict(sampling),
+        "trees measured": [asdict(tree) for tree in trees],
+        "drafters measured": {name: asdict(drafter) for name, drafter in drafters.items()},
+    }
     settings = measured_settings(where, arms, options)
     with Journal(out, settings, resume=config.resume) as journal:
         outcomes = benchmark(

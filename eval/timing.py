@@ -72,8 +72,12 @@ class Runner:
             self.warm_up(drafters, suite.requests, warmup_prompts)
         with _Progress(repeats * len(drafters) * suite.num_turns) as progress:
             for repeat, number in places:
+                if number == 0:  # a drafter that remembers answers would replay them
+                    for drafter in drafters:
+                        drafter.clear()
                 if (repeat, number) in sessions:
                     progress.know(sessions[repeat, number])
+                    _remember(drafters, sessions[repeat, number])
                     continue
                 order = _rotated(len(drafters), repeat + number)
                 first = sessions.get((0, number))
@@ -150,6 +154,13 @@ class _Progress:
         self._seconds += sum(c.seconds for c in answers)
         self._bar.set_postfix_str(f"{self._tokens / self._seconds:.1f} tokens/s", refresh=False)
         self._bar.update(len(answers))
+
+
+def _remember(drafters: Sequence[Drafter], session: Session) -> None:
+    """Show a session of an earlier run to drafters that learn from answers, as if just decoded."""
+    for drafter, turns in zip(drafters, session.done, strict=True):
+        for completion in (c for turn in turns for c in turn):
+            drafter.finish(0, completion.token_ids)
 
 
 def _next_turns(

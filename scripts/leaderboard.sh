@@ -16,7 +16,7 @@ given=("checkpoints=[${checkpoints:1}]" eval.skip_misfits=true "eval.training_ro
 suites="eval.suites=[{path:$prompts/mt_bench.jsonl},{path:$prompts/gsm8k.jsonl}"
 suites+=",{path:$prompts/humaneval.jsonl},{name:heldout}]"
 trees=(+tree@trees.chain=chain3 +tree@trees.static=static15 +tree@trees.dynamic=dynamic16)
-without_head=('+drafters.lookup={kind:lookup}' '+drafters.suffix={kind:suffix}')
+without_head=('drafter=[lookup,suffix_chain,suffix_tree]')
 cat <<TEXT
 Measured in turn, each with one interleaved plain arm, into $out; about two and a half hours on two
 CPU cores with the reference heads (four suites of 20 prompts, a hundred turns of 64 tokens an arm):

@@ -13,6 +13,8 @@ from headstart.eval import timing
 from headstart.eval.arms import Arm
 from headstart.eval.bench import benchmark
 from headstart.eval.engine.decode import decode
+from headstart.eval.engine.drafters.build import text_drafter
+from headstart.eval.engine.drafters.config import SuffixConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.journal import JOURNAL, Journal
 from headstart.eval.result import PromptRow, Result
@@ -225,6 +227,27 @@ def test_a_benchmark_measured_in_several_runs_says_so(tmp_path, monkeypatch):
     with Journal(tmp_path, SETTINGS) as journal:
         (told,) = journal.notes()
     assert told.startswith("measured in 2 runs, begun 2020-01-01T00:00:00+00:00, ")
+
+
+def test_a_drafter_that_remembers_answers_is_shown_those_of_the_earlier_run(tmp_path):
+    def remembering(on_propose: Callable[[], None] = int) -> list[Arm]:
+        suffix = text_drafter(SuffixConfig(tokens=3))
+        return [arm("two", Script([1, 2], on_propose=on_propose)), arm("suffix", suffix)]
+
+    def drafted(outcomes: list[tuple[Result, list[PromptRow]]]) -> list[list[int]]:
+        return [row.drafted for row in outcomes[1][1]]
+
+    whole = drafted(run(tmp_path / "whole", remembering()))
+    assert sum(whole[1]) > sum(whole[0])  # the second prompt says what the first one said
+    left = iter(range(3 + ROUNDS + 1))
+
+    def interrupt() -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "part", remembering(interrupt))
+    assert drafted(run(tmp_path / "part", remembering())) == whole
 
 
 def settings_of(measured: list[Arm], **changes: object) -> dict[str, Any]:
