@@ -2,14 +2,16 @@
 # The leaderboard: every head of a directory and the drafters without one, with every kind of tree,
 # on MT-bench, GSM8K, HumanEval and generated held-out prompts; then report.md over all of it.
 # Run it again after an interruption: what is measured is kept, and each command goes on from there.
-#   scripts/leaderboard.sh [OUT] [HEADS] [PROMPTS]
-# HEADS holds NAME/head directories, PROMPTS mt_bench.jsonl, gsm8k.jsonl and humaneval.jsonl.
+#   scripts/leaderboard.sh [OUT] [HEADS] [PROMPTS] [OPTION=VALUE...]
+# HEADS holds NAME/head directories, PROMPTS mt_bench.jsonl, gsm8k.jsonl and humaneval.jsonl; every
+# evaluation gets the options, such as eval.num_prompts=1 to try it out.
 # ROWS=DIRECTORY names the heads' training rows, in which the prompts are then looked for.
 set -euo pipefail
 out=${1:-runs/leaderboard}
 heads=${2:-runs/reference/heads}
 prompts=${3:-../shared/data}
 rows=${ROWS:-}
+options=("${@:4}")
 
 checkpoints=$(printf ',%s' "$heads"/*/head)
 given=("checkpoints=[${checkpoints:1}]" eval.skip_misfits=true "eval.training_rows=[$rows]")
@@ -26,9 +28,13 @@ CPU cores with the reference heads (four suites of 20 prompts, a hundred turns o
   equality  as t0, in fp32, ten prompts a suite in batches of ten: all must be equal  15 minutes
 TEXT
 
-headstart eval "${given[@]}" "$suites" "${trees[@]}" "${without_head[@]}" "out=$out/t0"
-headstart eval "${given[@]}" "$suites" "${trees[@]}" "${without_head[@]}" \
-    sampling.temperature=1 "out=$out/t1"
+measure() { # NAME OPTION...: all arms under the options of one part
+    local name=$1 && shift
+    headstart eval "${given[@]}" "$suites" "${trees[@]}" "${without_head[@]}" "out=$out/$name" \
+        "$@" "${options[@]}"
+}
+measure t0
+measure t1 sampling.temperature=1
 
 best=$(python3 - "$out"/t0/*/result.json <<'PYTHON'
 import json, sys
@@ -38,8 +44,6 @@ results.sort(key=lambda result: -result["figures"]["speedup_ratio_of_sums_decode
 print(",".join(result["drafter"]["name"] for result in results[:3]))
 PYTHON
 )
-headstart eval "${given[@]}" "$suites" "${trees[@]}" "${without_head[@]}" \
-    "eval.only=[$best]" eval.repeats=3 "out=$out/best"
-headstart eval "${given[@]}" "$suites" "${trees[@]}" "${without_head[@]}" \
-    target.dtype=float32 eval.num_prompts=10 eval.batch_size=10 "out=$out/equality"
+measure best "eval.only=[$best]" eval.repeats=3
+measure equality target.dtype=float32 eval.num_prompts=10 eval.batch_size=10
 headstart report "results=[$out/best,$out/t0,$out/t1,$out/equality]" "out=$out/report"
