@@ -14,6 +14,7 @@ from headstart.data.template import ChatTemplate
 from headstart.eval import timing
 from headstart.eval.arms import Arm
 from headstart.eval.bench import benchmark
+from headstart.eval.checks import LOOP_SHARE, repeated_ngram_share
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import NoDrafter
 from headstart.eval.engine.drafters.build import head_drafter
@@ -40,7 +41,12 @@ def suite_of(path: Path, rows: Sequence[object] = ROWS, **changes: object) -> Su
 
 
 def measured(
-    suite: Suite, arms: list[Arm], target: Target = TALK, **changes: object
+    suite: Suite,
+    arms: list[Arm],
+    target: Target = TALK,
+    *,
+    stops: Sequence[int] = TEMPLATE.stop_ids(TALK.stop_ids),
+    **changes: object,
 ) -> list[tuple[Result, list[PromptRow]]]:
     return benchmark(
         target,
@@ -48,7 +54,7 @@ def measured(
         suite,
         sampling=SamplingConfig(),
         config=replace(QUICK, **changes),
-        stop_ids=TEMPLATE.stop_ids(target.stop_ids),
+        stop_ids=stops,
         provenance=where(target, suite),
     )
 
@@ -207,7 +213,8 @@ def test_p55_a_turn_that_repeats_an_earlier_answer_is_no_loop(tmp_path, monkeypa
 
     monkeypatch.setattr(timing, "decode", same)
     suite = suite_of(tmp_path / "q.jsonl", ROWS[:1], max_new_tokens=40)
-    ((result, rows),) = measured(suite, null(), check_equality=False)
-    assert rows[0].turns == 3
+    ((result, rows),) = measured(suite, null(), stops=(), check_equality=False)
+    assert rows[0].turn_tokens == [40, 40, 40]
+    assert repeated_ngram_share(rows[0].token_ids) > LOOP_SHARE
     assert result.loops == {}
     assert rows[0].repeated_ngram_share == 0.0
