@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +279,16 @@ def test_the_order_of_the_arms_is_a_setting():
 def test_what_changes_no_session_is_no_setting():
     plain = settings_of(arms())
     assert plain == settings_of(arms(), date="another", config={"tree": {"depth": 3}, "out": "x"})
-    assert "eval.repeats" not in plain
     assert plain["eval.batch_size"] == 1
+    config = {"eval": asdict(EvalConfig())}
+    left_out = {f"eval.{name}" for name in config["eval"]} - set(
+        measured_settings(where(TARGET, PROMPTS), arms(), config)
+    )
+    assert left_out == {
+        *("eval.repeats", "eval.resamples", "eval.resume", "eval.check_equality"),
+        *("eval.force_pairing", "eval.only", "eval.skip_misfits", "eval.training_rows"),
+        "eval.warmup_prompts",
+    }
 
 
 def test_the_weights_of_a_head_are_a_setting(tmp_path):
