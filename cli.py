@@ -65,6 +65,7 @@ COMMANDS = {
 def register() -> None:
     """Add every schema to Hydra's store; entry points and tests call it once."""
     from headstart.data.source import DataConfig
+    from headstart.eval.engine.drafters.config import KINDS
     from headstart.eval.engine.sampling import SamplingConfig
     from headstart.eval.hardware import HardwareConfig
     from headstart.eval.plan_model import ModelConfig
@@ -87,6 +88,8 @@ def register() -> None:
     }
     for group, node in groups.items():
         store.store(group=group, name=f"base_{group}", node=node)
+    for kind, node in KINDS.items():
+        store.store(group="drafter", name=f"base_{kind}", node=node)
     for name, command in COMMANDS.items():
         schema = getattr(importlib.import_module(command.module), command.schema)
         store.store(name=f"{name}_schema", node=schema)
@@ -210,7 +213,10 @@ def explain(error: BaseException) -> str:
     """Return one sentence for a configuration error: the key, and what is allowed there."""
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        known = sorted(o for o in error.options or () if not o.startswith("base_"))
+        # Of an option in a list, [lokup], Hydra does not say what there is.
+        files = (Path(__file__).parent / "conf" / group).glob("*.yaml")
+        found = error.options or [file.stem for file in files]
+        known = sorted(o for o in found if not o.startswith("base_"))
         return _no_such_option(f"{group}={option}", known)
     cause = error.__cause__ or error
     where = re.match(r"In 'experiment/(.+?)': ConfigKeyError.*?Key '(\w+)'", str(error), re.S)

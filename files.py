@@ -11,6 +11,8 @@ from typing import Any
 
 from filelock import FileLock
 
+BLOCK = 1 << 16
+
 
 def home() -> Path:
     """Return the cache directory: `HEADSTART_HOME`, else `headstart` in the user's cache."""
@@ -93,3 +95,18 @@ def check_free_space(path: Path, needed: int, what: str) -> None:
             f"{what} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB free in {existing}; "
             "free some space or choose another directory"
         )
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off what a kill left behind the last newline of a file of lines."""
+    with path.open("r+b") as file:
+        end = file.seek(0, 2)
+        while end > 0:
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)

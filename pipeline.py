@@ -154,8 +154,7 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
             | _flat(runtime=config.runtime)
             | {"device": str(target.device), "attention": config.target.attention},
             config.eval.repeats
-            * config.eval.num_prompts
-            * config.eval.max_new_tokens
+            * sum(suite.num_prompts * suite.max_new_tokens for suite in config.eval.chosen_suites)
             * (1 + 0.75 * len(config.heads) * len(trees))
             / rates["decode"],
             lambda: evaluate_heads(
@@ -255,7 +254,7 @@ def _flat(**configs: Any) -> dict[str, Any]:
     """Return the fields of several configs as one flat dict of plain values."""
     flat: dict[str, Any] = {}
     for name, config in configs.items():
-        fields = config if isinstance(config, dict) else vars(config)
+        fields = config if isinstance(config, dict) else asdict(config)
         for key, value in fields.items():
             plain = asdict(value) if hasattr(value, "__dataclass_fields__") else value
             flat[f"{name}.{key}"] = plain

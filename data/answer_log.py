@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from headstart.data.answering import Answer
 from headstart.data.dialogue import Dialogue
+from headstart.files import cut_torn_line
 
 ANSWERS = "answers.jsonl"
-BLOCK = 1 << 16
 
 
 class LoggedAnswer(NamedTuple):
@@ -39,7 +39,7 @@ class AnswerLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         if path.exists():
-            _cut_torn_line(path)
+            cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def add(self, dialogue: Dialogue, answer: Answer) -> None:
@@ -86,17 +86,3 @@ class AnswerLog:
                 f"{self.path}: line {number} is not an answer ({error}); delete the directory and "
                 "generate again"
             ) from error
-
-
-def _cut_torn_line(path: Path) -> None:
-    with path.open("r+b") as file:
-        end = file.seek(0, 2)
-        while end > 0:
-            start = max(0, end - BLOCK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)

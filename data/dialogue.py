@@ -34,8 +34,8 @@ class Dialogue:
 
     It is over after its last user turn, or before a turn that cannot be answered: one that leaves
     no room in `longest` tokens, that the template refuses, or that follows a cut answer (what came
-    next would answer something else). What was answered until then is kept. `taken` are the names
-    that no part of this conversation may have.
+    next would answer something else; a benchmark asks on, `after_cuts`). What was answered until
+    then is kept. `taken` are the names that no part of this conversation may have.
     """
 
     def __init__(
@@ -47,11 +47,12 @@ class Dialogue:
         max_new_tokens: int,
         temperature: float,
         only_first: bool = False,
+        after_cuts: bool = False,
         taken: Container[str] = (),
     ) -> None:
         self.conversation, self.temperature = conversation, temperature
         self._template, self._longest, self._max_new_tokens = template, longest, max_new_tokens
-        self._taken = taken
+        self._after_cuts, self._taken = after_cuts, taken
         turns = _user_turns(conversation.messages)
         self._waiting = deque(turns[:1] if only_first else turns)
         self._messages: list[Message] = []
@@ -75,7 +76,7 @@ class Dialogue:
             self._end(answer.unusable)
             return
         self._extend(list(self.ask.token_ids), answer)
-        if answer.stop_reason != "stop" and self._waiting:
+        if answer.stop_reason != "stop" and self._waiting and not self._after_cuts:
             self._end(AFTER_A_CUT)
             return
         self._messages.append({"role": "assistant", "content": self._text(answer)})

@@ -1,8 +1,10 @@
 """Arms of a benchmark: trained heads, each paired with the tree it drafts, ready to decode."""
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ from headstart.heads.base import HeadConfig, build_head
 from headstart.heads.checkpoint import HeadInfo, check_pairing, load_head
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,13 @@ class Arm:
     """Every draft is one chain of a fixed length, unless a limit shortens it."""
     notes: tuple[str, ...] = ()
     """Warnings that its result must carry."""
-    trained_length: int | None = None
-    """Tokens of the longest row that its head was trained on; null where nothing says."""
+    trained_on: dict[str, Any] = field(default_factory=dict)
+    """What the checkpoint of its head says of the training rows; empty where nothing says."""
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of the longest row that its head was trained on; null where nothing says."""
+        return self.trained_on.get("max_length")
 
 
 def head_arms(
@@ -41,11 +50,13 @@ def head_arms(
     *,
     force: bool,
     template_hash: str = "",
+    skip_misfits: bool = False,
 ) -> list[Arm]:
     """Load every checkpoint once, in the target's dtype, and pair it with every tree.
 
     Raises ValueError for a head of another target (unless `force`, which leaves a note in the
-    results), a tree that the head cannot draft, and no or repeated checkpoints or trees.
+    results), a tree that the head cannot draft (with `skip_misfits`, a head that can draft none of
+    them: what it cannot is left out, with a note), and no or repeated checkpoints or trees.
     """
     if not checkpoints or not trees:
         raise ValueError(
@@ -58,13 +69,27 @@ def head_arms(
         note = check_pairing(path, info, head, target, force=force)
         target.adopt(head)
         label = label if info.family in label else f"{info.family}-{label}"
-        notes = tuple(n for n in (note, _other_template(path, info, template_hash)) if n)
+        notes = [n for n in (note, _other_template(path, info, template_hash)) if n]
+        fitting = []
         for tree in trees:
-            drafter = head_drafter(head, target.parts, tree, sampling)
+            try:
+                fitting.append((tree, head_drafter(head, target.parts, tree, sampling)))
+            except ValueError as error:
+                if not skip_misfits or (tree is trees[-1] and not fitting):
+                    raise
+                notes.append(f"{path}: {tree.name} is left out: {error}")
+                log.warning(notes[-1])
+        for tree, drafter in fitting:
             described = _describe(f"{label}-{tree.name}", path, info, tree, drafter)
-            length = info.trained_on.get("max_length")
             arms.append(
-                Arm(described.name, drafter, described, drafter.shape.is_chain, notes, length)
+                Arm(
+                    described.name,
+                    drafter,
+                    described,
+                    drafter.shape.is_chain,
+                    tuple(notes),
+                    info.trained_on,
+                )
             )
     refuse_repeats([arm.name for arm in arms])
     return arms

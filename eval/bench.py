@@ -4,57 +4,30 @@ Plain decoding is the same loop with nothing drafted; one plain arm serves every
 """
 
 import logging
-import platform
-from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-from headstart import __version__
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import Arm, head_arms, refuse_repeats
-from headstart.eval.branches import branches
-from headstart.eval.checks import (
-    check_identities,
-    figures_without,
-    length_warnings,
-    looping_prompts,
-    sample_warnings,
-)
+from headstart.eval.contamination import with_contamination
+from headstart.eval.drafter_arms import drafter_arms
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter, NoDrafter
-from headstart.eval.engine.drafters.head import HeadDrafter
-from headstart.eval.engine.records import Completion
+from headstart.eval.engine.drafters.config import DrafterConfig
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.equality import compare_greedy
-from headstart.eval.intervals import bootstrap
+from headstart.eval.journal import Journal
 from headstart.eval.leaderboard import print_leaderboard
-from headstart.eval.metrics import (
-    FIGURES,
-    PromptSums,
-    figures,
-    figures_by_category,
-    length_bucket,
-    prompt_sums,
-)
+from headstart.eval.metrics import figures, prompt_sums
+from headstart.eval.provenance import provenance
 from headstart.eval.report import write_report
-from headstart.eval.result import (
-    Category,
-    Counts,
-    PromptRow,
-    Provenance,
-    Result,
-    SamplingInfo,
-    prompt_row,
-    write_result,
-)
-from headstart.eval.samples import samples
+from headstart.eval.result import PromptRow, Provenance, Result, write_result
+from headstart.eval.session_key import measured_settings
+from headstart.eval.sessions import Place, Session
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite, check_lengths, load_suite
-from headstart.eval.teacher_forced import predicted_tau, prediction_warnings
+from headstart.eval.summary import prompt_rows, summarise
 from headstart.eval.timing import Runner
 from headstart.heads.target import Target
 
@@ -73,32 +46,52 @@ def evaluate_heads(
     config: EvalConfig,
     out: Path,
     run_config: dict[str, Any],
+    drafters: Mapping[str, DrafterConfig] | None = None,
 ) -> list[Result]:
     """Measure every head with every tree; write a directory an arm, and report.md, under `out`.
 
+    `drafters` are measured beside the heads, of which there may then be none. What is measured
+    goes to a journal under `out` as it comes, from which a later run of the same settings goes on.
     `run_config` is the resolved configuration that results record. Raises ValueError, before any
-    decoding, for heads, trees or prompts that do not fit the target.
+    decoding, for heads, trees, drafters or prompts that do not fit the target.
     """
+    drafters = drafters or {}
     suite = load_suite(config, template)
-    arms = head_arms(
-        checkpoints,
-        trees,
-        target,
-        sampling,
-        force=config.force_pairing,
-        template_hash=template.hash,
-    )
-    seeds = [config.seed, sampling.seed]
-    outcomes = benchmark(
-        target,
-        arms,
-        suite,
-        sampling=sampling,
-        config=config,
-        stop_ids=template.stop_ids(target.stop_ids),
-        provenance=provenance(target, suite, template.hash, run_config, seeds),
-    )
+    arms = []
+    if checkpoints or not drafters:
+        arms = head_arms(
+            checkpoints,
+            trees,
+            target,
+            sampling,
+            force=config.force_pairing,
+            template_hash=template.hash,
+            skip_misfits=config.skip_misfits,
+        )
+        arms = with_contamination(arms, suite, template, config.training_rows)
+    arms = _only([*arms, *drafter_arms(drafters, arms, target, sampling)], config.only)
+    where = provenance(target, suite, template.hash, run_config, [config.seed, sampling.seed])
+    options = {
+        "eval": asdict(config),
+        "sampling": asdict(sampling),
+        "trees measured": [asdict(tree) for tree in trees],
+        "drafters measured": {name: asdict(drafter) for name, drafter in drafters.items()},
+    }
+    settings = measured_settings(where, arms, options)
+    with Journal(out, settings, resume=config.resume) as journal:
+        outcomes = benchmark(
+            target,
+            arms,
+            suite,
+            sampling=sampling,
+            config=config,
+            stop_ids=template.stop_ids(target.stop_ids),
+            provenance=where,
+            sessions=journal,
+        )
+        journal.finish()
     for arm, (result, rows) in zip(arms, outcomes, strict=True):
+        result.warnings += journal.notes()
         write_result(out / arm.name, result, rows)
     results = [result for result, _ in outcomes]
     print_leaderboard(results)
@@ -115,138 +108,47 @@ def benchmark(
     config: EvalConfig,
     stop_ids: Iterable[int],
     provenance: Provenance,
+    sessions: MutableMapping[Place, Session] | None = None,
 ) -> list[tuple[Result, list[PromptRow]]]:
     """Decode the suite plainly and with every arm; return each arm's result and prompt rows.
 
-    Raises ValueError for a prompt that leaves no room in the target's context, and RuntimeError
-    when a figure breaks an identity.
+    `sessions` holds what an earlier run measured, and receives what this one does. Raises
+    ValueError for a prompt that leaves no room in the target's context, and RuntimeError when a
+    figure breaks an identity.
     """
     refuse_repeats([arm.name for arm in arms])
     check_lengths(suite, target.shape.max_positions)
     runner = Runner(target, sampling, tuple(stop_ids), config.batch_size)
-    drafters = [NoDrafter(target.device), *(arm.drafter for arm in arms)]
-    runner.warm_up(drafters, suite.requests, config.warmup_prompts)
-    plain, *drafted = runner.timed(drafters, suite.requests, config.repeats)
-    sampled = SamplingInfo(
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        config.max_new_tokens,
-        batch=config.batch_size,
+    timed = runner.timed(
+        [NoDrafter(target.device), *(arm.drafter for arm in arms)],
+        suite,
+        config.repeats,
+        warmup_prompts=config.warmup_prompts,
+        sessions=sessions,
     )
     outcomes = []
-    for arm, done in zip(arms, drafted, strict=True):
-        result = _result(target, arm, suite, plain, done, config, sampled, provenance)
-        rows = [
-            prompt_row(one, other, suite.categories[one.prompt_id], suite.lengths[one.prompt_id])
-            for one, other in zip(done, plain, strict=True)
-        ]
-        outcomes.append((result, rows))
+    for number, arm in enumerate(arms, start=1):
+        result = summarise(
+            target,
+            arm,
+            timed,
+            number,
+            suite,
+            sampling=sampling,
+            config=config,
+            provenance=provenance,
+        )
+        outcomes.append((result, prompt_rows(timed, number, suite)))
     return outcomes
 
 
-def _result(
-    target: Target,
-    arm: Arm,
-    suite: Suite,
-    plain: list[Completion],
-    done: list[Completion],
-    config: EvalConfig,
-    sampled: SamplingInfo,
-    provenance: Provenance,
-) -> Result:
-    """Turn the completions of one arm into its result, checking every identity."""
-    sums = [
-        prompt_sums(one, other, draft_calls_per_round=arm.drafter.draft_calls)
-        for one, other in zip(done, plain, strict=True)
-    ]
-    equality, told = None, []
-    if config.check_equality and sampled.temperature == 0:
-        equality, told = compare_greedy(target, suite.requests, plain, done)
-    loops = looping_prompts(done)
-    predicted, drafter = None, arm.drafter
-    if arm.is_chain and isinstance(drafter, HeadDrafter) and sampled.temperature == 0:
-        depth = drafter.shape.max_depth
-        predicted = predicted_tau(target, drafter.head, depth, suite.requests, plain)
-    equal = equality is not None and not equality.divergences
-    told += check_identities(sums, done, fixed_chain=arm.is_chain, greedy_equal=equal)
-    told += sample_warnings(sums, loops)
-    values = figures(sums)
-    told += prediction_warnings(predicted, values["tau_full_rounds"])
-    told += length_warnings(suite.lengths, done, arm.trained_length)
-    if suite.dropped:
-        told.append(f"suite {suite.name}: {suite.dropped}")
-    return Result(
-        provenance=provenance,
-        drafter=arm.info,
-        sampling=sampled,
-        counts=_counts(sums),
-        figures=values,
-        intervals=bootstrap(sums, list(FIGURES), resamples=config.resamples, seed=config.seed),
-        resamples=config.resamples,
-        repeats=config.repeats,
-        equality=equality,
-        tau_predicted=predicted,
-        categories=_categories(sums, suite.categories),
-        context_lengths=_context_lengths(sums, suite.lengths),
-        loops=loops,
-        figures_without_loops=figures_without(sums, loops),
-        warnings=[*arm.notes, *told],
-        branches=branches(done),
-        samples=samples(target.tokenizer, suite.requests, done, suite.categories),
-    )
-
-
-def _counts(sums: Sequence[PromptSums]) -> Counts:
-    return Counts(len(sums), sum(s.rounds for s in sums), sum(s.tokens for s in sums))
-
-
-def _categories(sums: Sequence[PromptSums], of: dict[str, str]) -> dict[str, Category]:
-    return {
-        name: Category(_counts([s for s in sums if of[s.prompt_id] == name]), values)
-        for name, values in figures_by_category(sums, of).items()
-    }
-
-
-def _context_lengths(sums: Sequence[PromptSums], of: dict[str, int]) -> dict[str, Category]:
-    """Return the figures by length of the prompt, shortest first; `of` gives tokens by prompt id.
-
-    A prompt belongs to one bucket with all its rounds, so that every figure has its meaning there.
-    """
-    found = _categories(sums, {prompt_id: length_bucket(n) for prompt_id, n in of.items()})
-    return {length_bucket(n): found[length_bucket(n)] for n in sorted(of.values())}
-
-
-def provenance(
-    target: Target, suite: Suite, template_hash: str, config: dict[str, Any], seeds: Iterable[int]
-) -> Provenance:
-    """Return where the figures of this run come from."""
-    return Provenance(
-        headstart_version=__version__,
-        torch_version=torch.__version__,
-        transformers_version=transformers.__version__,
-        device=_device_name(target.device),
-        threads=torch.get_num_threads(),
-        dtype=str(target.dtype).removeprefix("torch."),
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        target=target.name,
-        target_revision=getattr(target.model.config, "_commit_hash", None),
-        target_fingerprint=target.fingerprint,
-        template_hash=template_hash,
-        prompt_suite=suite.name,
-        prompt_suite_hash=suite.hash,
-        seeds=list(seeds),
-        config=config,
-    )
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+def _only(arms: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
+    """Return the arms of these names, in the order of the arms; all of them without names."""
+    known = [arm.name for arm in arms]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"eval.only: no arm {unknown[0]!r}; expected some of {', '.join(known)}")
+    return [arm for arm in arms if not names or arm.name in names]
 
 
 def quick_tau(

@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Sequence, Set
 from dataclasses import MISSING, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class Divergence:
 
 @dataclass
 class Equality:
-    """Greedy outputs compared with plain decoding, token for token."""
+    """Greedy outputs (one a turn) compared with plain decoding, token for token."""
 
     fraction_identical: float
     divergences: list[Divergence] = field(default_factory=list)
@@ -212,7 +213,8 @@ class Result:
     suites: dict[str, Category] = field(default_factory=dict)
     """By suite, where several were measured together; else empty."""
     context_lengths: dict[str, Category] = field(default_factory=dict)
-    """By tokens of the prompt, chat template included: '33-64' and so on by powers of two."""
+    """By tokens of the prompt, chat template included: '33-64' and so on by powers of two. Every
+    turn of a conversation counts as a prompt, the turns before it in its own."""
     batch_points: list[BatchPoint] = field(default_factory=list)
     """By batch size, where eval.batch_sizes asked for it."""
     loops: dict[str, float] = field(default_factory=dict)
@@ -246,10 +248,14 @@ class PromptRow:
     prompt_id: str
     category: str | None
     prompt_tokens: int | None
+    """Of a conversation, those of its first turn."""
     stop_reason: str
     turns: int
+    turn_tokens: list[int]
+    """New tokens by turn: where a turn begins in `token_ids`, with the one from its prefill."""
     token_ids: list[int]
     repeated_ngram_share: float
+    """The largest of any turn."""
     accepted: list[int]
     emitted: list[int]
     drafted: list[int]
@@ -272,17 +278,26 @@ def prompt_row(
     plain: Completion | None,
     category: str | None = None,
     prompt_tokens: int | None = None,
+    turn_tokens: Sequence[int] = (),
 ) -> PromptRow:
-    """Lay one prompt out as a row of prompts.jsonl; lists have one entry a round."""
-    rounds = completion.rounds
+    """Lay one prompt out as a row of prompts.jsonl; lists have one entry a round.
+
+    Without `turn_tokens` (new tokens by turn) it is one turn.
+    """
+    rounds, ids = completion.rounds, completion.token_ids
+    counts = list(turn_tokens) or [len(ids)]
+    ends = list(accumulate(counts))
+    assert (len(ends), ends[-1]) == (completion.turns, len(ids)), "tokens of other turns"
+    answers = [ids[end - count : end] for count, end in zip(counts, ends, strict=True)]
     return PromptRow(
         prompt_id=completion.prompt_id,
         category=category,
         prompt_tokens=prompt_tokens,
         stop_reason=completion.stop_reason,
         turns=completion.turns,
-        token_ids=completion.token_ids,
-        repeated_ngram_share=repeated_ngram_share(completion.token_ids),
+        turn_tokens=counts,
+        token_ids=ids,
+        repeated_ngram_share=max(map(repeated_ngram_share, answers)),
         accepted=[r.accepted for r in rounds],
         emitted=[r.emitted for r in rounds],
         drafted=[r.drafted for r in rounds],

@@ -8,6 +8,8 @@ from omegaconf import MISSING
 from headstart.data.source import read_conversations
 from headstart.data.template import ChatTemplate
 from headstart.eval.bench import evaluate_heads
+from headstart.eval.drafter_arms import refuse_bad_fallbacks
+from headstart.eval.engine.drafters.config import DrafterConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.load import RuntimeConfig, TargetConfig, load_target
@@ -20,33 +22,50 @@ class EvalRun:
     target: TargetConfig = MISSING
     checkpoints: list[str] = MISSING
     """Head checkpoint directories, measured against one plain arm."""
+    drafters: dict[str, DrafterConfig] = field(default_factory=dict)
+    """Drafters without a head, measured beside them: drafter=[NAME,...] or
+    +drafter@drafters.MINE=NAME, and then drafters.MINE.tokens=5."""
     tree: TreeConfig = MISSING
+    """Draft that each head is measured with, unless there are several in `trees`."""
+    trees: dict[str, TreeConfig] = field(default_factory=dict)
+    """Several drafts, each for every head: +tree@trees.NAME=OPTION adds one."""
     sampling: SamplingConfig = MISSING
     runtime: RuntimeConfig = MISSING
     eval: EvalConfig = field(default_factory=EvalConfig)
     out: str = MISSING
-    """Directory that receives one directory of results a head, and report.md."""
+    """Directory that receives one directory of results a drafter, and report.md."""
+
+    def __post_init__(self) -> None:
+        if not self.checkpoints and not self.drafters:
+            raise ValueError(
+                "checkpoints=[] and no drafters: nothing to measure; give checkpoints=[DIRECTORY] "
+                "or drafter=[lookup]"
+            )
+        refuse_bad_fallbacks(self.drafters, num_heads=len(self.checkpoints))
 
 
 def run(config: EvalRun) -> None:
     """Measure the heads (the command's entry)."""
     missing = [c for c in config.checkpoints if not (Path(c) / "config.json").is_file()]
-    if missing or not config.checkpoints:
+    if missing:
         raise FileNotFoundError(
-            f"checkpoints: no head checkpoint at {', '.join(missing) or 'all'}; "
+            f"checkpoints: no head checkpoint at {', '.join(missing)}; "
             "give directories that hold config.json and model.safetensors"
         )
-    if config.eval.suite is not None:  # a bad file is refused before the target is loaded
-        read_conversations(config.eval.suite, need_answers=False, option="eval.suite")
+    for number, suite in enumerate(config.eval.chosen_suites):
+        if suite.path is not None:  # a bad file is refused before the target is loaded
+            option = config.eval.option_of(number)
+            read_conversations(suite.path, need_answers=False, option=option)
     config.runtime.apply()
     target = load_target(config.target)
     evaluate_heads(
         target,
         ChatTemplate(target.tokenizer),
         [Path(c) for c in config.checkpoints],
-        [config.tree],
+        list(config.trees.values()) or [config.tree],
         sampling=config.sampling,
         config=config.eval,
         out=Path(config.out),
+        drafters=config.drafters,
         run_config=asdict(config),
     )

@@ -1,26 +1,27 @@
-"""The prompts of a benchmark: generated held-out ones, or a user's JSON Lines file.
+"""The prompts of a benchmark: generated held-out ones, and users' JSON Lines files.
 
-A suite's hash covers the ids and texts of exactly the prompts that are decoded.
+A suite's hash covers the ids and texts of exactly the turns that are asked. Where several suites
+are measured together, ids and categories carry the name of theirs: mt_bench/81, mt_bench/writing.
 """
 
 import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from headstart.data.conversations import Message
+from headstart.data.conversations import Conversation, Message
+from headstart.data.dialogue import Dialogue
 from headstart.data.prompts import generate_prompts
 from headstart.data.source import read_conversations
 from headstart.data.template import ChatTemplate, TemplateRefusal
 from headstart.eval.engine.decode import Request
-from headstart.eval.settings import EvalConfig
+from headstart.eval.settings import EvalConfig, SuiteConfig
 
 log = logging.getLogger(__name__)
-Row = tuple[str, str, tuple[Message, ...]]
-"""Prompt id, category, messages."""
+Usable = tuple[Conversation, list[int]]
+"""A conversation cut to the turns that are asked, and the tokens of its first prompt."""
 
 
 @dataclass(frozen=True)
@@ -31,51 +32,69 @@ class Suite:
     hash: str
     """16 hex digits over ids and texts of the prompts."""
     requests: list[Request]
+    """The first turn of every prompt."""
     categories: dict[str, str]
     """Category of every prompt id."""
     dropped: str = ""
     """One line on what was left out and why; empty when nothing was."""
+    members: dict[str, str] = field(default_factory=dict)
+    """Suite of every prompt id where several are measured together; else empty."""
+    conversations: dict[str, Conversation] = field(default_factory=dict)
+    """The text of every prompt, by its id."""
+    given: frozenset[str] = frozenset()
+    """Ids of the prompts that came from a file, and not from our generator."""
+    template: ChatTemplate | None = None
+    """Renders later turns; null where no prompt has any."""
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Tokens of every prompt, by its id."""
+        """Tokens of every prompt, by its id; of a conversation, its first turn."""
         return {request.prompt_id: len(request.token_ids) for request in self.requests}
+
+    @property
+    def num_turns(self) -> int:
+        """Turns to be answered, over all prompts."""
+        return sum(
+            len(self.user_texts(r.prompt_id)) if r.prompt_id in self.conversations else 1
+            for r in self.requests
+        )
+
+    def user_texts(self, prompt_id: str) -> list[str]:
+        """Return what the user says in every turn that is asked."""
+        messages = self.conversations[prompt_id].messages
+        return [m["content"] for m in messages if m["role"] == "user"]
+
+    def dialogue(self, request: Request, context: int) -> Dialogue | None:
+        """Return the dialogue that asks a prompt's turns one by one; None when it has but one.
+
+        An answer cut by the limit is answered to all the same: short limits are what a benchmark
+        uses, and a second turn has its own prompt and cache to measure.
+        """
+        conversation = self.conversations.get(request.prompt_id)
+        if conversation is None or len(self.user_texts(request.prompt_id)) < 2:
+            return None
+        return Dialogue(
+            conversation,
+            self.template,
+            longest=context,
+            max_new_tokens=request.max_new_tokens,
+            temperature=0.0,
+            after_cuts=True,
+        )
 
 
 def load_suite(config: EvalConfig, template: ChatTemplate) -> Suite:
-    """Return the suite of a config, its prompts rendered and tokenised.
+    """Return the prompts of every chosen suite as one, rendered and tokenised.
 
     Of a file with U usable rows, prompt i of n is usable row i * U // n: evenly over the file, so
-    that a file sorted by category keeps its mix. Only the first user turn is answered. Raises
-    FileNotFoundError, and ValueError when no prompt is usable.
+    that a file sorted by category keeps its mix. Raises FileNotFoundError, and ValueError when a
+    suite has no usable prompt.
     """
-    if config.suite is None:
-        name, notes = "generated-heldout", []
-        prompts = generate_prompts(config.num_prompts, seed=config.seed, split="heldout")
-        rows = [(p.prompt_id, p.family, p.messages) for p in prompts]
-    else:
-        name = Path(config.suite).stem
-        conversations, account = read_conversations(
-            config.suite, need_answers=False, option="eval.suite"
-        )
-        notes = [account.summary()] if account.dropped or account.repaired else []
-        rows = [(c.prompt_id, c.category, c.messages) for c in conversations]
-    usable, refused = _render(rows, template)
-    if not usable:
-        raise ValueError(f"suite {name}: no usable prompt, {_refusals(refused)}; replace the rows")
-    chosen = _evenly(usable, config.num_prompts)
-    notes += _left_out(rows, refused, [row for row, _ in chosen], config.num_prompts)
-    suite = Suite(
-        name,
-        _hash(row for row, _ in chosen),
-        [Request(row[0], tuple(ids), config.max_new_tokens) for row, ids in chosen],
-        {row[0]: row[1] for row, _ in chosen},
-        "; ".join(notes),
-    )
-    log.info("suite %s: %d prompts, evenly of %d usable", name, len(chosen), len(usable))
-    if suite.dropped:
-        log.warning("suite %s: %s", name, suite.dropped)
-    return suite
+    parts = [
+        _load(chosen, config.option_of(number), template)
+        for number, chosen in enumerate(config.chosen_suites)
+    ]
+    return parts[0] if len(parts) == 1 else _together(parts)
 
 
 def check_lengths(suite: Suite, context: int) -> None:
@@ -91,40 +110,106 @@ def check_lengths(suite: Suite, context: int) -> None:
             )
 
 
+def _load(chosen: SuiteConfig, option: str, template: ChatTemplate) -> Suite:
+    name, notes = chosen.label, []
+    if chosen.path is None:
+        prompts = generate_prompts(chosen.num_prompts, seed=chosen.seed, split="heldout")
+        rows = [Conversation(p.prompt_id, p.family, p.messages) for p in prompts]
+    else:
+        rows, account = read_conversations(chosen.path, need_answers=False, option=option)
+        notes = [account.summary()] if account.dropped or account.repaired else []
+    usable, refused = _render(rows, chosen.max_turns, template)
+    if not usable:
+        raise ValueError(f"suite {name}: no usable prompt, {_refusals(refused)}; replace the rows")
+    kept = _evenly(usable, chosen.num_prompts)
+    notes += _left_out(rows, refused, kept, chosen)
+    conversations = {c.prompt_id: c for c, _ in kept}
+    suite = Suite(
+        name,
+        _hash(conversations.values()),
+        [Request(c.prompt_id, tuple(ids), chosen.max_new_tokens) for c, ids in kept],
+        {prompt_id: c.category for prompt_id, c in conversations.items()},
+        "; ".join(notes),
+        conversations=conversations,
+        given=frozenset() if chosen.path is None else frozenset(conversations),
+        template=template,
+    )
+    log.info("suite %s: %d prompts, evenly of %d usable", name, len(kept), len(usable))
+    if suite.dropped:
+        log.warning("suite %s: %s", name, suite.dropped)
+    return suite
+
+
+def _together(parts: Sequence[Suite]) -> Suite:
+    """Join suites into one, their names before ids and categories."""
+    named = [_prefixed(part) for part in parts]
+    return Suite(
+        "+".join(part.name for part in parts),
+        _hash(c for part in named for c in part.conversations.values()),
+        [request for part in named for request in part.requests],
+        {i: category for part in named for i, category in part.categories.items()},
+        "; ".join(f"{part.name}: {part.dropped}" for part in parts if part.dropped),
+        members={i: part.name for part in named for i in part.categories},
+        conversations={i: c for part in named for i, c in part.conversations.items()},
+        given=frozenset().union(*(part.given for part in named)),
+        template=parts[0].template,
+    )
+
+
+def _prefixed(part: Suite) -> Suite:
+    def name(text: str) -> str:
+        return f"{part.name}/{text}"
+
+    return replace(
+        part,
+        requests=[replace(r, prompt_id=name(r.prompt_id)) for r in part.requests],
+        categories={name(i): name(category) for i, category in part.categories.items()},
+        conversations={
+            name(i): replace(c, prompt_id=name(i)) for i, c in part.conversations.items()
+        },
+        given=frozenset(map(name, part.given)),
+    )
+
+
 def _render(
-    rows: Iterable[Row], template: ChatTemplate
-) -> tuple[list[tuple[Row, list[int]]], Counter[str]]:
+    rows: Iterable[Conversation], max_turns: int | None, template: ChatTemplate
+) -> tuple[list[Usable], Counter[str]]:
     """Tokenise each row's opening; count the rows that the template refuses, by reason."""
-    usable: list[tuple[Row, list[int]]] = []
+    usable: list[Usable] = []
     refused: Counter[str] = Counter()
-    for prompt_id, category, messages in rows:
-        opening = _opening(messages)
+    for row in rows:
         try:
-            usable.append(((prompt_id, category, opening), template.prompt_ids(opening)))
+            ids = template.prompt_ids(_up_to(row.messages, 1))
         except TemplateRefusal as refusal:
             refused[str(refusal)] += 1
+            continue
+        usable.append((replace(row, messages=_up_to(row.messages, max_turns)), ids))
     return usable, refused
 
 
-def _opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages up to and with the first user turn."""
-    first = next(i for i, message in enumerate(messages) if message["role"] == "user")
-    return messages[: first + 1]
+def _up_to(messages: tuple[Message, ...], turns: int | None) -> tuple[Message, ...]:
+    """Return the messages up to and with so many user turns; all of them when null."""
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return messages[: users[:turns][-1] + 1]
 
 
-def _evenly(usable: list[tuple[Row, list[int]]], count: int) -> list[tuple[Row, list[int]]]:
+def _evenly(usable: list[Usable], count: int) -> list[Usable]:
     count = min(count, len(usable))
     return [usable[i * len(usable) // count] for i in range(count)]
 
 
-def _left_out(rows: list[Row], refused: Counter[str], chosen: list[Row], asked: int) -> list[str]:
+def _left_out(
+    rows: list[Conversation], refused: Counter[str], kept: list[Usable], chosen: SuiteConfig
+) -> list[str]:
     notes = [_refusals(refused)] if refused else []
-    if len(chosen) < asked:
-        notes.append(f"eval.num_prompts={asked} but only {len(chosen)} prompts are usable")
-    names = {prompt_id for prompt_id, _, _ in chosen}
-    longer = sum(i in names and len(_opening(m)) < len(m) for i, _, m in rows)
-    if longer:
-        notes.append(f"later turns of {longer} prompts are left out: only the first is answered")
+    if len(kept) < chosen.num_prompts:
+        notes.append(f"num_prompts={chosen.num_prompts} but only {len(kept)} prompts are usable")
+    whole = {row.prompt_id: len(_up_to(row.messages, None)) for row in rows}
+    shorter = sum(len(c.messages) < whole[c.prompt_id] for c, _ in kept)
+    if shorter:
+        notes.append(
+            f"later turns of {shorter} prompts are left out (max_turns={chosen.max_turns})"
+        )
     return notes
 
 
@@ -133,6 +218,6 @@ def _refusals(refused: Counter[str]) -> str:
     return f"dropped {refused.total()} rows: {reasons}"
 
 
-def _hash(rows: Iterable[Row]) -> str:
-    text = json.dumps([[prompt_id, messages] for prompt_id, _, messages in rows])
+def _hash(conversations: Iterable[Conversation]) -> str:
+    text = json.dumps([[c.prompt_id, c.messages] for c in conversations])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,20 +1,34 @@
 """The timing protocol: arms take turns prompt by prompt, after warm-up, the median repeat counts.
 
-The order of the arms rotates, so that a machine that slows down slows all of them alike.
+The order of the arms rotates, so that a machine that slows down slows all of them alike. What they
+make of one group of prompts is a session, measured in one go or not at all: plain and drafted times
+always belong together, in a run that was taken up again too.
+
+Every arm is asked the same turns. A later turn of a conversation is rendered from the plain arm's
+answers, for all arms: in fp32 greedy decoding their own would be the same; in half precision, or
+sampled, they need not be, and the later turns would then compare the arms on different prompts.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
+from headstart.data.answering import Answer
+from headstart.data.dialogue import Dialogue
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
+from headstart.eval.sessions import Place, Session, Timed, Turn, collect
+from headstart.eval.suites import Suite
 from headstart.heads.target import Target
 
+log = logging.getLogger(__name__)
 WARMUP_TOKENS = 8
+PLAIN = 0
+"""Place of the plain arm among the drafters."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +53,68 @@ class Runner:
                 self.decode(drafter, group)
 
     def timed(
-        self, drafters: Sequence[Drafter], requests: Sequence[Request], repeats: int
-    ) -> list[list[Completion]]:
-        """Return each drafter's completions in the order of the requests, median over repeats."""
-        groups = _groups(requests, self.batch_size)
-        runs = [[[] for _ in groups] for _ in drafters]
-        tokens, seconds = 0, 0.0
-        total = repeats * len(requests) * len(drafters)
-        with tqdm(total=total, desc="evaluating", unit="prompt", mininterval=1.0) as bar:
-            for repeat in range(repeats):
-                for number, group in enumerate(groups):
-                    for arm in _rotated(len(drafters), repeat + number):
-                        done = self.decode(drafters[arm], group)
-                        runs[arm][number].append(done)
-                        tokens += sum(len(c.token_ids) for c in done)
-                        seconds += sum(c.seconds for c in done)
-                        bar.set_postfix_str(f"{tokens / seconds:.1f} tokens/s", refresh=False)
-                        bar.update(len(done))
-        return [[c for repeated in of_arm for c in _median(repeated)] for of_arm in runs]
+        self,
+        drafters: Sequence[Drafter],
+        suite: Suite,
+        repeats: int,
+        *,
+        warmup_prompts: int,
+        sessions: MutableMapping[Place, Session] | None = None,
+    ) -> Timed:
+        """Decode the suite with every drafter, of which the first drafts nothing.
+
+        Sessions that are there already are not measured again; new ones are added as they come.
+        """
+        sessions = {} if sessions is None else sessions
+        groups = _groups(suite.requests, self.batch_size)
+        places = [(repeat, number) for repeat in range(repeats) for number in range(len(groups))]
+        if not all(place in sessions for place in places):
+            self.warm_up(drafters, suite.requests, warmup_prompts)
+        with _Progress(repeats * len(drafters) * suite.num_turns) as progress:
+            for repeat, number in places:
+                if number == 0:  # a drafter that remembers answers would replay them
+                    for drafter in drafters:
+                        drafter.clear()
+                if (repeat, number) in sessions:
+                    progress.know(sessions[repeat, number])
+                    _remember(drafters, sessions[repeat, number])
+                    continue
+                order = _rotated(len(drafters), repeat + number)
+                first = sessions.get((0, number))
+                session = self._session(drafters, order, groups[number], suite, first, progress)
+                sessions[repeat, number] = session
+        return collect(sessions, groups, repeats)
+
+    def _session(
+        self,
+        drafters: Sequence[Drafter],
+        order: Sequence[int],
+        group: Sequence[Request],
+        suite: Suite,
+        first: Session | None,
+        progress: "_Progress",
+    ) -> Session:
+        """Ask a group turn by turn, and in a later repeat what its `first` session was asked."""
+        context = self.target.shape.max_positions
+        dialogues = [suite.dialogue(request, context) for request in group] if not first else []
+        open_dialogues = {d.conversation.prompt_id: d for d in dialogues if d is not None}
+        session = Session([], [[] for _ in drafters], dict(first.unasked) if first else {})
+        turns = [Turn(request.prompt_id, request) for request in group]
+        while turns:
+            session.asked.append(turns)
+            for arm in order:
+                answers = self.decode(drafters[arm], [turn.request for turn in turns])
+                session.done[arm].append(answers)
+                progress.add(answers)
+            if first is None:
+                turns = _next_turns(open_dialogues, turns, session.done[PLAIN][-1])
+            else:
+                turns = [*first.asked, []][len(session.asked)]
+        for owner, dialogue in open_dialogues.items():
+            if dialogue.ended:
+                # Its room is the target's context here, and no option.
+                session.unasked[owner] = dialogue.ended.removesuffix(" (data.max_length)")
+        return session
 
     def decode(self, drafter: Drafter, group: Sequence[Request]) -> list[Completion]:
         """Decode one group in lockstep; return its completions in order, sharing its wall time."""
@@ -70,6 +128,57 @@ class Runner:
         )
         done = {completion.prompt_id: completion for completion in completions}
         return _share([done[request.prompt_id] for request in group])
+
+
+class _Progress:
+    """The bar: answers of all arms, those of sessions that were there included."""
+
+    def __init__(self, answers: int) -> None:
+        self._bar = tqdm(total=answers, desc="evaluating", unit="answer", mininterval=1.0)
+        self._tokens, self._seconds = 0, 0.0
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def know(self, session: Session) -> None:
+        """Count a session that was measured earlier."""
+        self._bar.initial += sum(len(turn) for turns in session.done for turn in turns)
+        self._bar.n = self._bar.initial
+
+    def add(self, answers: Sequence[Completion]) -> None:
+        """Count answers and show the speed of all arms together."""
+        self._tokens += sum(len(c.token_ids) for c in answers)
+        self._seconds += sum(c.seconds for c in answers)
+        self._bar.set_postfix_str(f"{self._tokens / self._seconds:.1f} tokens/s", refresh=False)
+        self._bar.update(len(answers))
+
+
+def _remember(drafters: Sequence[Drafter], session: Session) -> None:
+    """Show a session of an earlier run to drafters that learn from answers, as if just decoded."""
+    for drafter, turns in zip(drafters, session.done, strict=True):
+        for completion in (c for turn in turns for c in turn):
+            drafter.finish(0, completion.token_ids)
+
+
+def _next_turns(
+    dialogues: dict[str, Dialogue], turns: Sequence[Turn], answers: Sequence[Completion]
+) -> list[Turn]:
+    """Give the dialogues their answers and return what they ask next."""
+    following = []
+    for turn, answer in zip(turns, answers, strict=True):
+        dialogue = dialogues.get(turn.owner)
+        if dialogue is None:
+            continue
+        dialogue.take(Answer(answer.prompt_id, answer.token_ids, answer.stop_reason))
+        if dialogue.ask is not None:
+            ask = dialogue.ask
+            # The dialogue has cut the limit to the room there is; decoding does so too, and says.
+            request = Request(ask.prompt_id, ask.token_ids, turn.request.max_new_tokens)
+            following.append(Turn(turn.owner, request))
+    return following
 
 
 def _groups(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
@@ -102,10 +211,3 @@ def _share(group: list[Completion]) -> list[Completion]:
 
 def _lengths(group: Iterable[Completion]) -> list[int]:
     return [len(completion.rounds) for completion in group]
-
-
-def _median(repeated: list[list[Completion]]) -> list[Completion]:
-    """Return the run of the median wall time (the lower middle one of an even number)."""
-    ids = [c.token_ids for c in repeated[0]]
-    assert all([c.token_ids for c in run] == ids for run in repeated), "repeats differ in tokens"
-    return sorted(repeated, key=lambda run: run[0].seconds)[(len(repeated) - 1) // 2]

@@ -37,8 +37,11 @@ NEEDED = {
     "data=jsonl": ["data.path=chats.jsonl"],
     "model=hf": ["model.path=somewhere"],
     "model@draft_model=hf": ["draft_model.path=somewhere"],
+    "drafter=model": ["drafters.model.path=somewhere"],
 }
 """What an option needs beside it."""
+LISTED = {"eval": ["drafter"]}
+"""Groups of which a command takes any number of options, none by default."""
 EXPERIMENTS = {"train": ["compare"], "pipeline": ["demo", "smoke"]}
 """An experiment sets options of one command."""
 
@@ -53,7 +56,8 @@ def choices(command_name: str) -> dict[str, str]:
     with initialize_config_module(cli.CONF, version_base="1.3"):
         cfg = compose(command_name, overrides=GIVEN[command_name], return_hydra_config=True)
     found = cfg.hydra.runtime.choices
-    return {group: found[group] for group in found if not group.startswith("hydra/")}
+    found = {group: found[group] for group in found if not group.startswith("hydra/")}
+    return found | dict.fromkeys(LISTED.get(command_name, []))
 
 
 def every_option() -> Iterator[tuple[str, str]]:
@@ -152,7 +156,29 @@ def test_p59_a_mistyped_option_is_named_with_what_is_allowed_and_leaves_nothing(
         (["train", "rows=rows", "+train.x=1"], "train.x: no such option; expected one of accum"),
         (["train"], r"rows is not set: give rows=\.\.\."),
         (["capture"], r"rows is not set: give rows=\.\.\."),
-        (["eval"], r"checkpoints is not set: give checkpoints=\.\.\."),
+        (["eval"], r"checkpoints=\[\] and no drafters: nothing to measure; give checkpoints="),
+        (["eval", "drafter=[lokup]"], r"drafter=lokup: .* mean lookup\?\); expected one of lookup"),
+        (["eval", "drafter=lokup"], r"drafter=lokup: .* mean lookup\?\); expected one of lookup"),
+        (
+            ["eval", "drafter=[lookup]", "drafters.lookup.max_m=5"],
+            r"max_m: .* mean max_n\?\); expec",
+        ),
+        (
+            ["eval", "drafter=[lookup]", "drafters.lookup.tree=true"],
+            r"lookup\.tree: no such option",
+        ),
+        (
+            ["eval", "drafter=[lookup]", "drafters.lookup.min_n=4"],
+            r"max_n=3 is below lookup\.min_n",
+        ),
+        (
+            ["eval", "drafter=[model]"],
+            r"drafters\.model\.path is not set: give drafters\.model\.pa",
+        ),
+        (
+            ["eval", "drafter=[suffix_or_head]"],
+            r"members: head: there is no head; give checkpoints",
+        ),
         (["report"], r"results is not set: give results=\.\.\."),
         (["prepare"], "data.path is not set: give data=jsonl data.path=FILE"),
         (["generate", "target=hf"], r"target\.path is not set: give target\.path=\.\.\."),

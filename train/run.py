@@ -95,6 +95,7 @@ def train(target: Target, config: TrainRun) -> Progress:
         "tokens": sum(source.lengths),
         "max_length": max(source.lengths),
         "rows_hash": rows_hash(rows),
+        "rows_path": config.rows,
         "init_from": start,
     }
 

@@ -127,7 +127,7 @@ class _Loop:
             for index in fresh:
                 self.rows.append(self._admit(queue.popleft(), start))
                 self.cache.reset(index)
-                self.drafter.begin(index)
+                self.drafter.begin(index, self.rows[index].request.token_ids[0])
             for group in self._of_like_length(fresh):
                 self._prefill(group, self._clock())
             yield from self._retire()
@@ -319,8 +319,10 @@ class _Loop:
 
     def _retire(self) -> Iterator[Completion]:
         """Hand out finished rows; the last row moves into the place of each."""
-        now = self._clock()
         done = [i for i, row in enumerate(self.rows) if row.finished]
+        for index in done:
+            self.drafter.finish(index, self.rows[index].tokens)
+        now = self._clock()
         for index in done:
             row = self.rows[index]
             row.completion.token_ids, row.completion.seconds = row.tokens, now - row.started

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from fixtures_chat import IM_END, chat_tokenizer
 
-from headstart.data.answer_log import BLOCK, AnswerLog
+from headstart.data.answer_log import AnswerLog
 from headstart.data.answering import Answer
 from headstart.data.conversations import Conversation
 from headstart.data.dialogue import Dialogue
 from headstart.data.template import ChatTemplate
+from headstart.files import BLOCK
 
 TEMPLATE = ChatTemplate(chat_tokenizer())
 

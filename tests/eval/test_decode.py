@@ -3,12 +3,11 @@
 Shapes: B rows, T tokens, N tree nodes, V vocabulary.
 """
 
-import itertools
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from laws import LAWS, PROCESSORS, chi_square_of_answers
 from models import (
     VARIANTS,
     ScriptedDrafter,
@@ -27,13 +26,11 @@ from models import (
     tokens_of,
     variant_model,
 )
-from scipy.stats import chi2
 from torch import Tensor
 
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import NoDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter, top_ids
-from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig, processed_probs, prompt_key
 from headstart.eval.engine.tree import DraftTree, TreeShape
 from headstart.heads.base import DraftHead
@@ -621,34 +618,6 @@ def test_p42_the_first_a_verified_and_the_bonus_token_have_the_tempered_law() ->
         assert share[3:].sum() == 0
 
 
-LAWS = torch.rand(8, 8, generator=torch.Generator().manual_seed(1)) ** 3 + 0.02
-LAWS = LAWS / LAWS.sum(-1, keepdim=True)
-PROCESSORS = SamplingConfig(temperature=0.7, top_k=4, top_p=0.9, seed=2)
-
-
-def _chi_square_of_answers(done: dict[str, Completion], law_VV: Tensor, prompt: int) -> None:
-    """Hold the joint law of all answers, token after token, to the chain's own."""
-    counts = Counter(tuple(c.token_ids) for c in done.values())
-    total, statistic, cells = sum(counts.values()), 0.0, 0
-    rare_expected = rare_seen = 0.0
-    length = len(next(iter(counts)))
-    for answer in itertools.product(range(8), repeat=length):
-        path = (prompt, *answer)
-        p = float(torch.stack([law_VV[a, b] for a, b in itertools.pairwise(path)]).prod())
-        seen = counts.pop(answer, 0)
-        assert p > 0 or seen == 0
-        if p * total < 5:
-            rare_expected, rare_seen = rare_expected + p * total, rare_seen + seen
-        else:
-            statistic, cells = statistic + (seen - p * total) ** 2 / (p * total), cells + 1
-    if rare_expected > 0:
-        statistic += (rare_seen - rare_expected) ** 2 / max(rare_expected, 1.0)
-        cells += 1
-    assert not counts
-    assert cells > 20
-    assert chi2.sf(statistic, cells - 1) > 1e-6
-
-
 @pytest.mark.parametrize(
     ("shape", "scheme"),
     [(CHAIN(2), "a"), (TreeShape.from_choices([[0], [1], [0, 0], [1, 0], [1, 1]]), "c")],
@@ -669,16 +638,16 @@ def test_drawn_children_leave_the_law_of_the_output_unchanged(
     done = run(target, drafter, prompts, sampling=PROCESSORS, batch_size=1_000)
     accepted = [r.accepted for c in done.values() for r in c.rounds]
     assert 0.05 < sum(a > 0 for a in accepted) / len(accepted) < 0.95
-    _chi_square_of_answers(done, processed_probs(LAWS.log(), PROCESSORS), 3)
+    chi_square_of_answers(done, processed_probs(LAWS.log(), PROCESSORS), 3)
 
 
-def test_the_chi_square_of_answers_sees_a_wrong_bonus() -> None:
+def test_thechi_square_of_answers_sees_a_wrong_bonus() -> None:
     """Answers whose last token ignores the temperature are found out: the test has power."""
     target, raw = target_of(markov(LAWS.tolist())), SamplingConfig(temperature=1.0, top_k=4, seed=2)
     prompts = [Request(f"p{i}", (5, 3), 3) for i in range(6_000)]
     done = run(target, None, prompts, sampling=raw, batch_size=1_000)
     with pytest.raises(AssertionError):
-        _chi_square_of_answers(done, processed_probs(LAWS.log(), PROCESSORS), 3)
+        chi_square_of_answers(done, processed_probs(LAWS.log(), PROCESSORS), 3)
 
 
 # The head drafter's own parts.

@@ -121,6 +121,12 @@ def test_p63_training_records_its_longest_row(tmp_path: Path) -> None:
     assert info.trained_on["max_length"] == 64
 
 
+def test_training_records_where_its_rows_are(tmp_path: Path) -> None:
+    """So that an evaluation can look for its prompts there."""
+    _, info = load_head(_trained_at_64(tmp_path, "medusa"))
+    assert info.trained_on["rows_path"] == str(tmp_path / "rows")
+
+
 def test_p63_a_head_that_says_nothing_of_its_training_has_no_warning(tmp_path: Path) -> None:
     checkpoint = _trained_at_64(tmp_path, "medusa")
     config = json.loads((checkpoint / "config.json").read_text())

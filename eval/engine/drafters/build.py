@@ -1,14 +1,20 @@
-"""The drafter of a trained head and a tree, for evaluation, training and generation alike."""
+"""Drafters from their settings: of a trained head and a tree, of text alone, of a draft model."""
 
 import warnings
 
+from headstart.eval.engine.drafters.config import LookupConfig, ModelConfig, SuffixConfig
+from headstart.eval.engine.drafters.draft_model import ModelDrafter
 from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter
+from headstart.eval.engine.drafters.lookup import LookupDrafter
+from headstart.eval.engine.drafters.suffix import SuffixDrafter
 from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree_config import TreeConfig
 from headstart.heads.base import DraftHead
+from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.parts import TargetParts
+from headstart.heads.target import Target
 
 
 def head_drafter(
@@ -25,3 +31,21 @@ def head_drafter(
             stacklevel=3,
         )
     return HeadDrafter(head, parts, shape, sampling=sampling, children=tree.children)
+
+
+def text_drafter(config: LookupConfig | SuffixConfig) -> LookupDrafter | SuffixDrafter:
+    """Make a drafter that reads nothing but text."""
+    kind = LookupDrafter if isinstance(config, LookupConfig) else SuffixDrafter
+    return kind(**vars(config))
+
+
+def model_drafter(config: ModelConfig, target: Target, sampling: SamplingConfig) -> ModelDrafter:
+    """Load a draft model onto the target's device.
+
+    Raises FileNotFoundError for a path that is not there, and ValueError for other tokens than the
+    target's.
+    """
+    dtype = config.dtype or str(target.dtype).removeprefix("torch.")
+    where = TargetConfig(config.path, config.revision, dtype, device=str(target.device))
+    model = load_target(where)
+    return ModelDrafter(model, target, tokens=config.tokens, sampling=sampling)
