@@ -84,13 +84,14 @@ def test_p49_drafts_after_any_rounds_are_the_models_own_continuation(tiny, depth
     model, prompts = small_model(), requests(5, 30)
     found = drafts_after_rounds(tiny, model, prompts, depths, batch_size=3)
     assert len(found) > 20
-    for text, draft in found.values():
+    for text, draft in list(found.values())[:: len(found) // 20]:
         assert draft == continued(model, text, K)
 
 
 def test_p51_a_draft_model_with_a_sliding_window_rolls_back(tiny):
     model, prompts = target_of(variant_model("mistral", num_hidden_layers=2)), requests(3, 24)
-    for text, draft in drafts_after_rounds(tiny, model, prompts, [2, 0, K, 1]).values():
+    found = drafts_after_rounds(tiny, model, prompts, [2, 0, K, 1])
+    for text, draft in list(found.values())[::2]:
         assert draft == continued(model, text, K)
 
 
@@ -132,7 +133,7 @@ def test_k_drafted_tokens_cost_k_passes(tiny, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_p54_a_target_that_drafts_for_itself_is_always_accepted(tiny, temperature):
-    sampling = SamplingConfig(temperature=temperature, top_p=0.9, seed=4)
+    sampling = SamplingConfig(temperature=temperature, seed=4)
     drafter = ModelDrafter(target_of(tiny_model()), tiny, tokens=K, sampling=sampling)
     done = run(tiny, drafter, requests(6, 1 + 4 * (K + 1)), sampling=sampling, batch_size=1)
     assert drafter.scheme == ("a" if temperature > 0 else "a1")
