@@ -62,6 +62,7 @@ COMMANDS = {
 def register() -> None:
     """Add every schema to Hydra's store; entry points and tests call it once."""
     from headstart.data.source import DataConfig
+    from headstart.eval.engine.policy_config import PolicyConfig
     from headstart.eval.engine.sampling import SamplingConfig
     from headstart.eval.settings import TreeConfig
     from headstart.heads.base import families
@@ -75,6 +76,7 @@ def register() -> None:
         "data": DataConfig,
         "train": TrainConfig,
         "tree": TreeConfig,
+        "policy": PolicyConfig,
         "sampling": SamplingConfig,
         "runtime": RuntimeConfig,
     }

@@ -1,13 +1,14 @@
 """Arms of a benchmark: trained heads, each paired with the tree it drafts, ready to decode."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from headstart.eval.engine.drafters.base import Drafter
 from headstart.eval.engine.drafters.build import head_drafter
+from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.result import LOSSLESS_SCHEMES, DrafterInfo
 from headstart.eval.settings import TreeConfig
@@ -31,6 +32,8 @@ class Arm:
     """Warnings that its result must carry."""
     trained_length: int | None = None
     """Tokens of the longest row that its head was trained on; null where nothing says."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """How deep its rounds draft."""
 
 
 def head_arms(
@@ -68,6 +71,16 @@ def head_arms(
             )
     refuse_repeats([arm.name for arm in arms])
     return arms
+
+
+def paced(arm: Arm, policy: PolicyConfig, max_pass_tokens: int | None = None) -> Arm:
+    """Return the arm with drafts that a policy, or a bound on a pass, may shorten."""
+    if policy.kind == "fixed" and max_pass_tokens is None:
+        return arm
+    arm.drafter.draft_calls = 0  # they differ from round to round: cost_ratio_c is null
+    name = arm.name if policy.kind == "fixed" else f"{arm.name}-{policy.kind}"
+    info = replace(arm.info, name=name, policy=policy.kind)
+    return replace(arm, name=name, info=info, is_chain=False, policy=policy)
 
 
 def refuse_misfits(

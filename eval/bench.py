@@ -15,7 +15,8 @@ import transformers
 
 from headstart import __version__
 from headstart.data.template import ChatTemplate
-from headstart.eval.arms import Arm, head_arms, refuse_repeats
+from headstart.eval.arms import Arm, head_arms, paced, refuse_repeats
+from headstart.eval.batch_sweep import batch_sweep, policies_of, print_sweep
 from headstart.eval.checks import (
     check_identities,
     figures_without,
@@ -26,6 +27,7 @@ from headstart.eval.checks import (
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter, NoDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter
+from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.equality import compare_greedy
@@ -71,10 +73,12 @@ def evaluate_heads(
     config: EvalConfig,
     out: Path,
     run_config: dict[str, Any],
+    policy: PolicyConfig | None = None,
 ) -> list[Result]:
     """Measure every head with every tree; write a directory an arm, and report.md, under `out`.
 
-    `run_config` is the resolved configuration that results record. Raises ValueError, before any
+    `run_config` is the resolved configuration that results record, `policy` how deep rounds draft
+    (default: as deep as the tree). Raises ValueError, before any
     decoding, for heads, trees or prompts that do not fit the target.
     """
     suite = load_suite(config, template)
@@ -86,6 +90,7 @@ def evaluate_heads(
         force=config.force_pairing,
         template_hash=template.hash,
     )
+    arms = [paced(arm, policy or PolicyConfig(), config.max_pass_tokens) for arm in arms]
     seeds = [config.seed, sampling.seed]
     outcomes = benchmark(
         target,
@@ -96,10 +101,14 @@ def evaluate_heads(
         stop_ids=template.stop_ids(target.stop_ids),
         provenance=provenance(target, suite, template.hash, run_config, seeds),
     )
-    for arm, (result, rows) in zip(arms, outcomes, strict=True):
+    stop_ids = template.stop_ids(target.stop_ids)
+    points = batch_sweep(target, arms, suite, sampling=sampling, config=config, stop_ids=stop_ids)
+    for arm, (result, rows), of_arm in zip(arms, outcomes, points, strict=True):
+        result.batch_points = of_arm
         write_result(out / arm.name, result, rows)
     results = [result for result, _ in outcomes]
     print_leaderboard(results)
+    print_sweep(results)
     log.info("report: %s", write_report(results, out))
     return results
 
@@ -121,7 +130,8 @@ def benchmark(
     """
     refuse_repeats([arm.name for arm in arms])
     check_lengths(suite, target.shape.max_positions)
-    runner = Runner(target, sampling, tuple(stop_ids), config.batch_size)
+    bounds = (config.batch_size, config.max_pass_tokens)
+    runner = Runner(target, sampling, tuple(stop_ids), *bounds, policies_of(arms))
     drafters = [NoDrafter(target.device), *(arm.drafter for arm in arms)]
     runner.warm_up(drafters, suite.requests, config.warmup_prompts)
     plain, *drafted = runner.timed(drafters, suite.requests, config.repeats)

@@ -65,6 +65,8 @@ class DrafterInfo:
     """Path of the head; null for drafters without one."""
     step: int | None = None
     trained_tokens: int | None = None
+    policy: str = "fixed"
+    """How deep its rounds drafted, within the tree: fixed, table, survival or adaptive."""
     caches: str | None = None
     """'cold' or 'warm' for drafters that remember earlier outputs; null for the others."""
 
@@ -130,6 +132,28 @@ class Category:
 
 
 @dataclass
+class BatchPoint:
+    """Speed at one batch size, prefill excluded, both arms measured at it in turns."""
+
+    batch: int
+    prompts: int
+    """Prompts decoded at it, in whole groups of `batch`."""
+    tokens_per_s_plain: float | None
+    tokens_per_s: float | None
+    speedup: float | None
+    """speedup_ratio_of_sums_decode."""
+    speedup_interval: Interval
+    """95 % paired bootstrap over prompts."""
+    tau: float | None
+    """tau_with_bonus_micro."""
+    mean_drafted: float
+    """Drafted tokens a round and row; 0 where nothing was drafted."""
+    latency_plain: float
+    """Mean seconds from a prompt's start to its last token, prefill included."""
+    latency: float
+
+
+@dataclass
 class Result:
     """One drafter's evaluation; `figures` has every name of metrics.DEFINITIONS."""
 
@@ -150,6 +174,8 @@ class Result:
     categories: dict[str, Category] = field(default_factory=dict)
     context_lengths: dict[str, Category] = field(default_factory=dict)
     """By tokens of the prompt, chat template included: '33-64' and so on by powers of two."""
+    batch_points: list[BatchPoint] = field(default_factory=list)
+    """By batch size, where eval.batch_sizes asked for it."""
     loops: dict[str, float] = field(default_factory=dict)
     """Prompts flagged as looping, with the share of repeated 8-grams."""
     figures_without_loops: dict[str, Value] | None = None

@@ -8,6 +8,7 @@ from omegaconf import MISSING
 from headstart.data.source import read_conversations
 from headstart.data.template import ChatTemplate
 from headstart.eval.bench import evaluate_heads
+from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.load import RuntimeConfig, TargetConfig, load_target
@@ -21,6 +22,7 @@ class EvalRun:
     checkpoints: list[str] = MISSING
     """Head checkpoint directories, measured against one plain arm."""
     tree: TreeConfig = MISSING
+    policy: PolicyConfig = MISSING
     sampling: SamplingConfig = MISSING
     runtime: RuntimeConfig = MISSING
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -49,4 +51,5 @@ def run(config: EvalRun) -> None:
         config=config.eval,
         out=Path(config.out),
         run_config=asdict(config),
+        policy=config.policy,
     )

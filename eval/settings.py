@@ -1,6 +1,6 @@
 """Settings of the benchmark: which prompts, how often, and the shape of the draft."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headstart.eval.engine.tree_config import TreeConfig as TreeConfig
 from headstart.eval.intervals import MIN_RESAMPLES
@@ -24,6 +24,11 @@ class EvalConfig:
     """Prompts that every arm decodes before the clock counts."""
     batch_size: int = 1
     """Prompts decoded in lockstep; their wall time is shared equally."""
+    batch_sizes: list[int] = field(default_factory=list)
+    """Batch sizes at which the speedup is measured besides, both arms at each; [1,2,4,8,16]."""
+    max_pass_tokens: int | None = None
+    """Most tokens that one pass of the target reads, as a serving scheduler has: all rows' drafts
+    count against it, and prompts are read in passes of their own between rounds; null for none."""
     resamples: int = 10_000
     """Bootstrap resamples of the prompts behind each interval."""
     force_pairing: bool = False
@@ -44,3 +49,21 @@ class EvalConfig:
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"eval.{name}={getattr(self, name)}: need at least {minimum}")
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        if min(self.batch_sizes, default=1) < 1 or len(set(self.batch_sizes)) < len(
+            self.batch_sizes
+        ):
+            raise ValueError(f"eval.batch_sizes={self.batch_sizes}: need different numbers >= 1")
+        most = max([self.batch_size, *self.batch_sizes])
+        if self.max_pass_tokens is not None and self.max_pass_tokens < most:
+            raise ValueError(
+                f"eval.max_pass_tokens={self.max_pass_tokens}: a pass over {most} rows reads at "
+                "least as many tokens; raise it or lower the batch size"
+            )
+        if max(self.batch_sizes, default=1) > self.num_prompts:
+            raise ValueError(
+                f"eval.batch_sizes={self.batch_sizes} but eval.num_prompts={self.num_prompts}: "
+                "the largest batch needs as many prompts"
+            )

@@ -30,6 +30,8 @@ class Round:
     """Seconds of the target pass."""
     t_commit: float = 0.0
     """Seconds of acceptance, cache moves and the drafter's refresh."""
+    rows: int = 1
+    """Rows that the pass verified together: the seconds above were spent on all of them."""
 
 
 @dataclass
@@ -46,4 +48,6 @@ class Completion:
     """Summed over turns."""
     seconds: float = 0.0
     """Wall time, prefill included."""
+    latency: float = 0.0
+    """Wall time where `seconds` is the prompt's share of a group's; 0 where they are the same."""
     rounds: list[Round] = field(default_factory=list)
