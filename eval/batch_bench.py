@@ -45,9 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trees = [TreeConfig(name=f"chain{depth}", depth=depth) for depth in options.depths]
     deepest = TreeConfig(name="chain", depth=max(options.depths))
     sampling = SamplingConfig()
-    fixed = head_arms([options.head], trees, target, sampling, force=False)
-    deep = head_arms([options.head], [deepest], target, sampling, force=False)
-    arms = [*fixed, *(paced(arm, PolicyConfig(kind="adaptive")) for arm in deep)]
+    *fixed, deep = head_arms([options.head], [*trees, deepest], target, sampling, force=False)
+    arms = [*fixed, paced(deep, PolicyConfig(kind="adaptive"))]
     stop_ids = template.stop_ids(target.stop_ids)
     suite = load_suite(config, template)
     points = batch_sweep(target, arms, suite, sampling=sampling, config=config, stop_ids=stop_ids)
