@@ -124,8 +124,7 @@ def test_identities_hold_and_greedy_text_is_equal_under_policies_and_budgets(
     )
     assert result.equality.fraction_identical == 1.0
     assert result.drafter.policy == policy.kind
-    unbound = policy.kind == "fixed" and max_pass_tokens is None
-    assert (result.figures["cost_ratio_c"] is None) is (not unbound) or unbound
+    assert all(sum(row.emitted) == len(row.token_ids) - 1 for row in rows)
 
 
 def test_points_are_written_and_read_back_and_printed(tmp_path, capsys):
@@ -175,8 +174,4 @@ def test_the_command_compares_the_adaptive_policy_with_fixed_depths(tmp_path, ca
     assert "of best k" in shown
     found = read_json(tmp_path / "out" / "batch.json")
     assert [name.split("-")[-1] for name in found] == ["chain1", "chain2", "adaptive"]
-    assert (
-        [p["batch"] for p in found["eagle-head-chain1"]] == [1, 2]
-        if "eagle-head-chain1" in (found)
-        else all(len(points) == 2 for points in found.values())
-    )
+    assert [[p["batch"] for p in points] for points in found.values()] == [[1, 2]] * 3
