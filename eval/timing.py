@@ -53,6 +53,8 @@ class Runner:
         total = repeats * len(requests) * len(drafters)
         with tqdm(total=total, desc="evaluating", unit="prompt", mininterval=1.0) as bar:
             for repeat in range(repeats):
+                for drafter in drafters:  # a drafter that remembers answers would replay them
+                    drafter.clear()
                 for number, group in enumerate(groups):
                     for arm in _rotated(len(drafters), repeat + number):
                         done = self.decode(drafters[arm], group)

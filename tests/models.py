@@ -275,7 +275,7 @@ class ScriptedDrafter:
     def start(self, batch: int, max_len: int) -> None:
         """Need nothing."""
 
-    def begin(self, row: int) -> None:
+    def begin(self, row: int, first_token: int) -> None:
         """Hold nothing."""
 
     def observe(self, *_: Any, **__: Any) -> None:
@@ -283,6 +283,12 @@ class ScriptedDrafter:
 
     def move_row(self, source: int, destination: int) -> None:
         """Move nothing: rows are known by their keys."""
+
+    def finish(self, *_: Any) -> None:
+        """Learn nothing."""
+
+    def clear(self) -> None:
+        """Forget nothing."""
 
     def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
         """Fill the shape from each row's text, which starts at absolute position 0."""

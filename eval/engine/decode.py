@@ -199,8 +199,10 @@ class _Loop:
 
     def _retire(self) -> Iterator[Completion]:
         """Hand out finished rows; the last row moves into the place of each."""
-        now = self._clock()
         done = [i for i, row in enumerate(self.rows) if row.finished]
+        for index in done:
+            self.drafter.finish(index, self.rows[index].tokens)
+        now = self._clock()
         for index in done:
             row = self.rows[index]
             row.completion.token_ids, row.completion.seconds = row.tokens, now - row.started

@@ -108,9 +108,9 @@ class Prefill:
         interrupted = self.max_pass_tokens is not None and group.num_passes > 1
         first = self.cache.batch - R if interrupted else num_running
         group.slots = list(range(first, first + R))
-        for slot in group.slots:
+        for slot, prompt in zip(group.slots, group.prompts, strict=True):
             self.cache.reset(slot)
-            self.drafter.begin(slot)
+            self.drafter.begin(slot, prompt[0])
 
     def _pass(self, group: _Group) -> None:
         """Read the next tokens of each prompt, and show the drafter what the target made of them.

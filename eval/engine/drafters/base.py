@@ -22,15 +22,18 @@ class Drafter(Protocol):
     taps: tuple[int, ...]
     """hidden_states[s] it reads, ascending; none: the last state."""
     num_nodes: int
-    """N, fixed for the run."""
+    """N, the most nodes of a tree; a round may have fewer, in one of a few widths."""
     draft_calls: int
     """Model calls that `propose` makes; `observe` makes the first one, timed as commit."""
 
     def start(self, batch: int, max_len: int) -> None:
         """Make room for `batch` rows of up to `max_len` tokens."""
 
-    def begin(self, row: int) -> None:
-        """Forget what a row held: another prompt starts there."""
+    def begin(self, row: int, first_token: int) -> None:
+        """Forget what a row held: a prompt starts there with this token.
+
+        Every later token of prompt and answer comes through `observe`, once and in order.
+        """
 
     def observe(
         self,
@@ -48,7 +51,13 @@ class Drafter(Protocol):
         """Draft from the root tokens at these absolute positions; keys_B name the prompts."""
 
     def move_row(self, source: int, destination: int) -> None:
-        """Copy one row's state over another's."""
+        """Move one row's state over another's; the source then stays unused until it begins."""
+
+    def finish(self, row: int, token_ids: Sequence[int]) -> None:
+        """Note a row's whole answer, cut where it ended; `observe` may not have shown its end."""
+
+    def clear(self) -> None:
+        """Forget what finished answers left behind: a repeat of the same prompts begins."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class NoDrafter:
     def start(self, batch: int, max_len: int) -> None:
         """Need nothing."""
 
-    def begin(self, row: int) -> None:
+    def begin(self, row: int, first_token: int) -> None:
         """Hold nothing."""
 
     def observe(
@@ -122,3 +131,9 @@ class NoDrafter:
 
     def move_row(self, source: int, destination: int) -> None:
         """Move nothing."""
+
+    def finish(self, row: int, token_ids: Sequence[int]) -> None:
+        """Learn nothing."""
+
+    def clear(self) -> None:
+        """Forget nothing."""

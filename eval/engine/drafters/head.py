@@ -54,8 +54,8 @@ class HeadBacked:
         self._logits_BKW = torch.empty(0)
         self._batch = batch
 
-    def begin(self, row: int) -> None:
-        """Forget a row."""
+    def begin(self, row: int, first_token: int) -> None:
+        """Forget a row. No pair of target features and next token holds the first token."""
         self._state.reset(row)
 
     def observe(
@@ -77,6 +77,12 @@ class HeadBacked:
         """Copy one row over another."""
         self._state.move_row(source, destination)
         self._logits_BKW[destination] = self._logits_BKW[source]
+
+    def finish(self, row: int, token_ids: Sequence[int]) -> None:
+        """Learn nothing from a whole answer."""
+
+    def clear(self) -> None:
+        """Hold nothing of earlier answers."""
 
     def _to_target(self, ids: Tensor) -> Tensor:
         if self.head.vocab is None:
