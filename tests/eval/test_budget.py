@@ -244,7 +244,7 @@ def test_a_group_whose_rows_begin_apart_shares_each_round_among_those_in_it(monk
 
     target = cycle()
     runner = Runner(target, GREEDY, (), 3, max_pass_tokens=4)
-    group = [Request(f"p{i}", (1,) * n, 12) for i, n in enumerate((2, 11, 3))]
+    group = [Request(f"p{i}", (1,) * n, 25) for i, n in enumerate((2, 11, 3))]
     done = runner.decode(Script([1, 2], on_propose=second), group)
     rounds = rounds_of({c.prompt_id: c for c in done})
     assert sum(r.t_draft for r in rounds) == pytest.approx(len(made), abs=0.1)
