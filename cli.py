@@ -66,6 +66,7 @@ def register() -> None:
     """Add every schema to Hydra's store; entry points and tests call it once."""
     from headstart.data.source import DataConfig
     from headstart.eval.engine.drafters.config import KINDS
+    from headstart.eval.engine.policy_config import PolicyConfig
     from headstart.eval.engine.sampling import SamplingConfig
     from headstart.eval.hardware import HardwareConfig
     from headstart.eval.plan_model import ModelConfig
@@ -81,6 +82,7 @@ def register() -> None:
         "data": DataConfig,
         "train": TrainConfig,
         "tree": TreeConfig,
+        "policy": PolicyConfig,
         "sampling": SamplingConfig,
         "runtime": RuntimeConfig,
         "model": ModelConfig,

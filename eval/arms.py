@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from headstart.eval.engine.drafters.base import Drafter
 from headstart.eval.engine.drafters.build import head_drafter
+from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.result import LOSSLESS_SCHEMES, DrafterInfo
 from headstart.eval.settings import TreeConfig
@@ -35,6 +36,8 @@ class Arm:
     """Warnings that its result must carry."""
     trained_on: dict[str, Any] = field(default_factory=dict)
     """What the checkpoint of its head says of the training rows; empty where nothing says."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """How deep its rounds draft."""
 
     @property
     def trained_length(self) -> int | None:
@@ -93,6 +96,16 @@ def head_arms(
             )
     refuse_repeats([arm.name for arm in arms])
     return arms
+
+
+def paced(arm: Arm, policy: PolicyConfig, max_pass_tokens: int | None = None) -> Arm:
+    """Return the arm with drafts that a policy, or a bound on a pass, may shorten."""
+    if policy.kind == "fixed" and max_pass_tokens is None:
+        return arm
+    arm.drafter.draft_calls = 0  # they differ from round to round: cost_ratio_c is null
+    name = arm.name if policy.kind == "fixed" else f"{arm.name}-{policy.kind}"
+    info = replace(arm.info, name=name, policy=policy.kind)
+    return replace(arm, name=name, info=info, is_chain=False, policy=policy)
 
 
 def refuse_misfits(

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.template import ChatTemplate
-from headstart.eval.arms import Arm, head_arms, refuse_repeats
+from headstart.eval.arms import Arm, head_arms, paced, refuse_repeats
+from headstart.eval.batch_sweep import batch_sweep, policies_of, print_sweep
 from headstart.eval.contamination import with_contamination
 from headstart.eval.drafter_arms import drafter_arms
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter, NoDrafter
 from headstart.eval.engine.drafters.config import DrafterConfig
+from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.journal import Journal
 from headstart.eval.leaderboard import print_leaderboard
@@ -47,16 +49,19 @@ def evaluate_heads(
     out: Path,
     run_config: dict[str, Any],
     drafters: Mapping[str, DrafterConfig] | None = None,
+    policy: PolicyConfig | None = None,
 ) -> list[Result]:
-    """Measure every head with every tree; write a directory an arm, and report.md, under `out`.
+    """Measure every head with every tree; write a directory an arm, and the report, under `out`.
 
     `drafters` are measured beside the heads, of which there may then be none. What is measured
     goes to a journal under `out` as it comes, from which a later run of the same settings goes on.
-    `run_config` is the resolved configuration that results record. Raises ValueError, before any
-    decoding, for heads, trees, drafters or prompts that do not fit the target.
+    `policy` says how deep rounds draft (default: as deep as the tree), `run_config` is the resolved
+    configuration that results record. Raises ValueError, before any decoding, for heads, trees,
+    drafters or prompts that do not fit the target.
     """
     drafters = drafters or {}
     suite = load_suite(config, template)
+    policy = policy or PolicyConfig()
     arms = []
     if checkpoints or not drafters:
         arms = head_arms(
@@ -69,14 +74,17 @@ def evaluate_heads(
             skip_misfits=config.skip_misfits,
         )
         arms = with_contamination(arms, suite, template, config.training_rows)
-    arms = _only([*arms, *drafter_arms(drafters, arms, target, sampling)], config.only)
+    arms = [*arms, *drafter_arms(drafters, arms, target, sampling)]
+    arms = _only([paced(arm, policy, config.max_pass_tokens) for arm in arms], config.only)
     where = provenance(target, suite, template.hash, run_config, [config.seed, sampling.seed])
     options = {
         "eval": asdict(config),
         "sampling": asdict(sampling),
+        "policy": asdict(policy),
         "trees measured": [asdict(tree) for tree in trees],
         "drafters measured": {name: asdict(drafter) for name, drafter in drafters.items()},
     }
+    stop_ids = template.stop_ids(target.stop_ids)
     settings = measured_settings(where, arms, options)
     with Journal(out, settings, resume=config.resume) as journal:
         outcomes = benchmark(
@@ -85,16 +93,19 @@ def evaluate_heads(
             suite,
             sampling=sampling,
             config=config,
-            stop_ids=template.stop_ids(target.stop_ids),
+            stop_ids=stop_ids,
             provenance=where,
             sessions=journal,
         )
         journal.finish()
-    for arm, (result, rows) in zip(arms, outcomes, strict=True):
+    points = batch_sweep(target, arms, suite, sampling=sampling, config=config, stop_ids=stop_ids)
+    for arm, (result, rows), of_arm in zip(arms, outcomes, points, strict=True):
+        result.batch_points = of_arm
         result.warnings += journal.notes()
         write_result(out / arm.name, result, rows)
     results = [result for result, _ in outcomes]
     print_leaderboard(results)
+    print_sweep(results)
     log.info("report: %s", write_report(results, out))
     return results
 
@@ -118,7 +129,8 @@ def benchmark(
     """
     refuse_repeats([arm.name for arm in arms])
     check_lengths(suite, target.shape.max_positions)
-    runner = Runner(target, sampling, tuple(stop_ids), config.batch_size)
+    bounds = (config.batch_size, config.max_pass_tokens)
+    runner = Runner(target, sampling, tuple(stop_ids), *bounds, policies_of(arms))
     timed = runner.timed(
         [NoDrafter(target.device), *(arm.drafter for arm in arms)],
         suite,

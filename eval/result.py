@@ -66,6 +66,8 @@ class DrafterInfo:
     """Path of the head; null for drafters without one."""
     step: int | None = None
     trained_tokens: int | None = None
+    policy: str = "fixed"
+    """How deep its rounds drafted, within the tree: fixed, table, survival or adaptive."""
     caches: str | None = None
     """'cold' or 'warm' for drafters that remember earlier outputs; null for the others."""
 

@@ -10,6 +10,7 @@ from headstart.data.template import ChatTemplate
 from headstart.eval.bench import evaluate_heads
 from headstart.eval.drafter_arms import refuse_bad_fallbacks
 from headstart.eval.engine.drafters.config import DrafterConfig
+from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.load import RuntimeConfig, TargetConfig, load_target
@@ -29,6 +30,7 @@ class EvalRun:
     """Draft that each head is measured with, unless there are several in `trees`."""
     trees: dict[str, TreeConfig] = field(default_factory=dict)
     """Several drafts, each for every head: +tree@trees.NAME=OPTION adds one."""
+    policy: PolicyConfig = MISSING
     sampling: SamplingConfig = MISSING
     runtime: RuntimeConfig = MISSING
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -68,4 +70,5 @@ def run(config: EvalRun) -> None:
         out=Path(config.out),
         drafters=config.drafters,
         run_config=asdict(config),
+        policy=config.policy,
     )

@@ -12,7 +12,7 @@ from headstart.eval.result import Provenance
 BESIDE = (
     *("out", "eval.repeats", "eval.resamples", "eval.resume", "eval.check_equality"),
     *("eval.force_pairing", "eval.only", "eval.skip_misfits", "eval.training_rows"),
-    "eval.warmup_prompts",
+    *("eval.warmup_prompts", "eval.batch_sizes"),
 )
 """Options that change no session."""
 

@@ -68,6 +68,7 @@ def joined(owner: str, turns: Sequence[Completion]) -> Completion:
         turns=len(turns),
         prefill_seconds=sum(turn.prefill_seconds for turn in turns),
         seconds=sum(turn.seconds for turn in turns),
+        latency=sum(turn.latency for turn in turns),
         rounds=[r for turn in turns for r in turn.rounds],
     )
 

@@ -63,6 +63,11 @@ class EvalConfig:
     """Prompts that every arm decodes before the clock counts."""
     batch_size: int = 1
     """Prompts decoded in lockstep; their wall time is shared equally."""
+    batch_sizes: list[int] = field(default_factory=list)
+    """Batch sizes at which the speedup is measured besides, both arms at each; [1,2,4,8,16]."""
+    max_pass_tokens: int | None = None
+    """Most tokens that one pass of the target reads, as a serving scheduler has: all rows' drafts
+    count against it, and prompts are read in passes of their own between rounds; null for none."""
     resamples: int = 10_000
     """Bootstrap resamples of the prompts behind each interval."""
     resume: bool = True
@@ -102,6 +107,24 @@ class EvalConfig:
                 raise ValueError(
                     f"eval.suites: {count} suites are called {name!r}; give each a name"
                 )
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        sizes = self.batch_sizes
+        if min(sizes, default=1) < 1 or len(set(sizes)) < len(sizes):
+            raise ValueError(f"eval.batch_sizes={sizes}: need different numbers >= 1")
+        most = max([self.batch_size, *sizes])
+        if self.max_pass_tokens is not None and self.max_pass_tokens < most:
+            raise ValueError(
+                f"eval.max_pass_tokens={self.max_pass_tokens}: a pass over {most} rows reads at "
+                "least as many tokens; raise it or lower the batch size"
+            )
+        prompts = sum(suite.num_prompts for suite in self.chosen_suites)
+        if max(sizes, default=1) > prompts:
+            raise ValueError(
+                f"eval.batch_sizes={sizes} but eval.num_prompts={prompts}: the largest batch "
+                "needs as many prompts"
+            )
 
     @property
     def chosen_suites(self) -> list[SuiteConfig]:

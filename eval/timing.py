@@ -10,8 +10,8 @@ sampled, they need not be, and the later turns would then compare the arms on di
 """
 
 import logging
-from collections.abc import Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
 
@@ -19,6 +19,7 @@ from headstart.data.answering import Answer
 from headstart.data.dialogue import Dialogue
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import Drafter
+from headstart.eval.engine.policy import DraftPolicy
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.sessions import Place, Session, Timed, Turn, collect
@@ -39,6 +40,10 @@ class Runner:
     sampling: SamplingConfig
     stop_ids: tuple[int, ...]
     batch_size: int
+    max_pass_tokens: int | None = None
+    """Most tokens that a pass reads, in every arm; null for no bound."""
+    policies: Mapping[int, DraftPolicy] = field(default_factory=dict)
+    """How deep drafters draft, by the id of each; the others as deep as they go."""
 
     def warm_up(
         self, drafters: Sequence[Drafter], requests: Sequence[Request], prompts: int
@@ -125,6 +130,8 @@ class Runner:
             sampling=self.sampling,
             stop_ids=self.stop_ids,
             batch_size=len(group),
+            policy=self.policies.get(id(drafter)),
+            max_pass_tokens=self.max_pass_tokens,
         )
         done = {completion.prompt_id: completion for completion in completions}
         return _share([done[request.prompt_id] for request in group])
@@ -195,19 +202,20 @@ def _share(group: list[Completion]) -> list[Completion]:
     What the rows of a group add up to is then what the group took, as it is for single prompts.
     """
     wall = max(c.seconds for c in group)
-    rows_in = [sum(len(c.rounds) > i for c in group) for i in range(max(_lengths(group)))]
     return [
         replace(
             c,
             seconds=wall / len(group),
+            latency=c.seconds,
             rounds=[
-                replace(r, t_draft=r.t_draft / n, t_verify=r.t_verify / n, t_commit=r.t_commit / n)
-                for r, n in zip(c.rounds, rows_in, strict=False)
+                replace(
+                    r,
+                    t_draft=r.t_draft / r.rows,
+                    t_verify=r.t_verify / r.rows,
+                    t_commit=r.t_commit / r.rows,
+                )
+                for r in c.rounds
             ],
         )
         for c in group
     ]
-
-
-def _lengths(group: Iterable[Completion]) -> list[int]:
-    return [len(completion.rounds) for completion in group]

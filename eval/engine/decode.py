@@ -1,65 +1,36 @@
 """The decoding loop, for every drafter and for none: draft, target pass, verify, keep, observe.
 
 B rows go in lockstep; the last row takes the place of a finished one, and the next prompt joins at
-the end. One host synchronisation a round.
-Shapes: B rows, R rows of a prefill, P prompt tokens, N tree nodes, M verified pairs, D width, F
-features a position that the drafter reads.
+the end. One host synchronisation a round, and one more where a policy or a budget cuts drafts.
+Shapes: B rows, N tree nodes, V target vocabulary, K path nodes.
 """
 
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from headstart.eval.engine.drafters.base import Drafter
+from headstart.eval.engine.drafting import Drafting
 from headstart.eval.engine.places import places
+from headstart.eval.engine.policy import DraftPolicy
+from headstart.eval.engine.prefill import Prefill
 from headstart.eval.engine.records import Completion, Round
+from headstart.eval.engine.rows import Request as Request
+from headstart.eval.engine.rows import Row, check_request
 from headstart.eval.engine.sampling import (
     ACCEPT,
     VERIFY,
     SamplingConfig,
     best_ids,
-    draw,
     processed_probs,
-    prompt_key,
     uniforms,
 )
 from headstart.eval.engine.tree import DraftTree
 from headstart.eval.engine.verify import Verdict, verify_draw, verify_greedy, verify_ratio
-from headstart.heads.target import Target, TargetOutput, pick_features
-
-PREFILL_CHUNK = 512  # prompt tokens a pass: bounds the mask at chunk x context
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt to be continued."""
-
-    prompt_id: str
-    token_ids: tuple[int, ...]
-    max_new_tokens: int
-
-
-@dataclass
-class _Row:
-    """A request in flight."""
-
-    request: Request
-    limit: int
-    started: float
-    completion: Completion
-    key: int
-    root: int = -1
-    finished: bool = False
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def room(self) -> int:
-        """Tokens that may still be drafted before the bonus token fills the limit."""
-        return self.limit - len(self.tokens) - 1
+from headstart.heads.target import Target, pick_features
 
 
 @torch.no_grad()
@@ -72,23 +43,30 @@ def decode(
     stop_ids: Iterable[int],
     batch_size: int = 1,
     max_len: int | None = None,
+    policy: DraftPolicy | None = None,
+    max_pass_tokens: int | None = None,
 ) -> Iterator[Completion]:
     """Continue every request; completions come in the order they finish.
 
     max_len bounds prompt and answer together, in tokens (default and at most: the target's own
-    context). Raises ValueError that names a prompt that is empty or leaves no room.
+    context). A policy says how deep each round drafts (default: as deep as the drafter goes), and
+    learns from the rounds. max_pass_tokens bounds the tokens that one pass of the target reads:
+    drafts get shorter, and prompts are read in passes of their own between rounds. Raises
+    ValueError that names a prompt that is empty or leaves no room, and for a bound below the rows.
     """
     requests = list(requests)
     context = min(max_len or target.shape.max_positions, target.shape.max_positions)
     for request in requests:
-        _check(request, context)
+        check_request(request, context)
     if not requests:
         return
     longest = max(min(context, len(r.token_ids) + r.max_new_tokens) for r in requests)
     batch_size = min(batch_size, len(requests))
-    loop = _Loop(target, drafter, sampling, frozenset(stop_ids), batch_size, context, longest)
+    _check_budget(max_pass_tokens, batch_size)
+    loop = _Loop(target, drafter, sampling, frozenset(stop_ids), batch_size, context)
+    loop.begin(longest, policy or DraftPolicy(), max_pass_tokens)
     queue = deque(requests)
-    while queue or loop.rows:
+    while queue or loop.rows or loop.prefill.num_rows:
         yield from loop.refill(queue)
         if loop.rows:
             yield from loop.round()
@@ -105,118 +83,52 @@ class _Loop:
         stop_ids: frozenset[int],
         batch_size: int,
         context: int,
-        longest: int,
     ) -> None:
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.stop_ids, self.batch_size, self.context = stop_ids, batch_size, context
-        self.cache = target.new_cache(batch_size, longest, drafter.num_nodes)
-        drafter.start(batch_size, longest)
-        self.rows: list[_Row] = []
+        self.rows: list[Row] = []
+
+    def begin(self, longest: int, policy: DraftPolicy, max_pass_tokens: int | None) -> None:
+        """Make room for rows of up to `longest` tokens."""
+        target, drafter, clock = self.target, self.drafter, self._clock
+        self.drafting = Drafting(drafter, policy, clock, target.device, max_pass_tokens)
+        self.cache = target.new_cache(self.batch_size, longest, drafter.num_nodes)
+        drafter.start(self.batch_size, longest)
+        self.max_pass_tokens = max_pass_tokens
+        self.prefill = Prefill(
+            target, drafter, self.cache, self.sampling, self.stop_ids, clock, max_pass_tokens
+        )
 
     def refill(self, queue: deque[Request]) -> Iterator[Completion]:
-        """Prefill waiting prompts, once enough rows are free, until the batch is full.
+        """Admit waiting prompts and read them; some may end right there.
 
-        Some may end right there. A prefill of one prompt costs a large batch more than a few rows
-        that stay empty for some rounds, so an eighth of the rows must be free.
+        All of them before the next round, or one pass of them where a pass is bounded.
         """
-        if self.rows and self.batch_size - len(self.rows) < self.batch_size / 8:
-            return
-        while queue and len(self.rows) < self.batch_size:
-            start, first = self._clock(), len(self.rows)
-            fresh = list(range(first, min(self.batch_size, first + len(queue))))
-            for index in fresh:
-                self.rows.append(self._admit(queue.popleft(), start))
-                self.cache.reset(index)
-                self.drafter.begin(index, self.rows[index].request.token_ids[0])
-            for group in self._of_like_length(fresh):
-                self._prefill(group, self._clock())
+        self._admit(queue)
+        while self.prefill.num_rows:
+            for slot, row in self.prefill.step(len(self.rows)):
+                self._join(slot, row)
             yield from self._retire()
+            if self.max_pass_tokens is not None:
+                return
+            self._admit(queue)
 
-    def _of_like_length(self, fresh: list[int]) -> list[list[int]]:
-        """Split rows into groups whose padding is at most a third of their prompts."""
-        lengths = {index: len(self.rows[index].request.token_ids) for index in fresh}
-        groups: list[list[int]] = [[]]
-        for index in sorted(fresh, key=lambda i: lengths[i]):  # the newest is the longest
-            group = groups[-1]
-            real = sum(lengths[i] for i in group) + lengths[index]
-            if 3 * (len(group) + 1) * lengths[index] > 4 * real:
-                groups.append([])
-            groups[-1].append(index)
-        return groups
+    def _admit(self, queue: deque[Request]) -> None:
+        """Give free rows to the prompts that wait.
 
-    def _admit(self, request: Request, start: float) -> _Row:
-        limit = min(request.max_new_tokens, self.context - len(request.token_ids))
-        reason = "length" if limit == request.max_new_tokens else "context"
-        completion = Completion(request.prompt_id, [], reason)
-        return _Row(request, limit, start, completion, prompt_key(request.prompt_id))
+        A prefill of one prompt costs a large batch more than a few rows that stay empty for some
+        rounds, so an eighth of the rows must be free.
+        """
+        free = self.batch_size - len(self.rows) - self.prefill.num_rows
+        if queue and free > 0 and (free >= self.batch_size / 8 or not self.rows):
+            now = self._clock()
+            fresh = [queue.popleft() for _ in range(min(free, len(queue)))]
+            self.prefill.add([Row.admit(request, self.context, now) for request in fresh])
 
-    def _prefill(self, fresh: list[int], start: float) -> None:
-        """Run the prompts of these rows through the target and pick their first tokens."""
-        prompts = [self.rows[i].request.token_ids for i in fresh]
-        hidden_RPD, features_RPF = self._prefill_passes(prompts, fresh)
-        ends = torch.tensor([len(p) for p in prompts], device=self.target.device)
-        last_RD = hidden_RPD[torch.arange(len(fresh), device=ends.device), ends - 1]
-        keys_R = self._tensor([self.rows[i].key for i in fresh])
-        first = self._pick(self.target.readout(last_RD), keys_R, ends).tolist()
-        for index, token in zip(fresh, first, strict=True):
-            self._emit(self.rows[index], [token])
-        if not all(self.rows[i].finished for i in fresh):
-            shifted = [[*p[1:], t] for p, t in zip(prompts, first, strict=True)]
-            tokens_RP = self._padded(shifted)
-            for chunk in range(0, tokens_RP.shape[1], PREFILL_CHUNK):
-                part = slice(chunk, chunk + PREFILL_CHUNK)
-                self._observe_chunk(
-                    tokens_RP[:, part], features_RPF[:, part], prompts, fresh, chunk
-                )
-        seconds = (self._clock() - start) / len(fresh)
-        for index in fresh:
-            self.rows[index].completion.prefill_seconds = seconds
-
-    def _prefill_passes(
-        self, prompts: list[tuple[int, ...]], fresh: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the last states and what the drafter reads, which is often the same."""
-        tokens_RP = self._padded(prompts)
-        hidden, features = [], []
-        for chunk in range(0, tokens_RP.shape[1], PREFILL_CHUNK):
-            # A row that is already complete runs along on padding, which is never committed.
-            part_RC = tokens_RP[:, chunk : chunk + PREFILL_CHUNK]
-            R, C = part_RC.shape
-            depth_RC = torch.arange(C, device=part_RC.device).expand(R, C)
-            causal_CC = torch.ones(C, C, dtype=torch.bool, device=part_RC.device).tril()
-            output = self.target.pass_over(
-                part_RC,
-                depth_RC,
-                causal_CC.expand(R, C, C),
-                self.cache,
-                rows=fresh,
-                taps=self.drafter.taps,
-            )
-            self.cache.advance([min(C, max(0, len(p) - chunk)) for p in prompts], rows=fresh)
-            hidden.append(output.hidden_BTD)
-            features.append(self._features(output))
-        hidden_RPD = torch.cat(hidden, dim=1)
-        return hidden_RPD, torch.cat(features, dim=1) if self.drafter.taps else hidden_RPD
-
-    def _features(self, output: TargetOutput) -> Tensor:
-        return pick_features(output.hidden_BTD, output.aux, self.drafter.taps)
-
-    def _observe_chunk(
-        self,
-        tokens_RC: Tensor,
-        features_RCF: Tensor,
-        prompts: list[tuple[int, ...]],
-        fresh: list[int],
-        chunk: int,
-    ) -> None:
-        counts = [min(tokens_RC.shape[1], len(p) - chunk) for p in prompts]
-        active = [i for i, count in enumerate(counts) if count > 0]
-        self.drafter.observe(
-            tokens_RC[active],
-            features_RCF[active],
-            [counts[i] for i in active],
-            rows=[fresh[i] for i in active],
-        )
+    def _join(self, slot: int, row: Row) -> None:
+        """Let a row whose prompt was read into a slot run behind the others."""
+        self._move(slot, len(self.rows))
+        self.rows.append(row)
 
     def round(self) -> Iterator[Completion]:
         """Draft, verify in one target pass, keep what was accepted, and show it to the drafter."""
@@ -225,8 +137,7 @@ class _Loop:
         positions_B = self._tensor(self.cache.lengths[: len(rows)])
         keys_B = self._tensor([row.key for row in rows])
         root_B = self._tensor([row.root for row in rows])
-        tree = self.drafter.propose(root_B, positions_B, keys_B)
-        tree = tree.limit_depth(self._tensor([row.room for row in rows]))
+        tree = self.drafting.draft(rows, root_B, positions_B, keys_B)
         t1 = clock()
         output = self.target.pass_over(
             tree.tokens_BN, tree.depth_BN, tree.ancestors_BNN, self.cache, taps=self.drafter.taps
@@ -236,11 +147,13 @@ class _Loop:
         verdict = self._verify(tree, logits_BNV, keys_B, positions_B)
         paths, new_tokens = self._commit(tree, verdict)
         if not all(row.finished for row in rows):
-            self._observe(self._features(output), paths, new_tokens)
+            features_BNF = pick_features(output.hidden_BTD, output.aux, self.drafter.taps)
+            self.drafting.show(rows, features_BNF, paths, new_tokens)
         t3 = clock()
         for row in rows:
             last = row.completion.rounds[-1]
             last.t_draft, last.t_verify, last.t_commit = t1 - t0, t2 - t1, t3 - t2
+        self.drafting.learn(rows, t3 - t0)
         yield from self._retire()
 
     def _verify(
@@ -275,47 +188,20 @@ class _Loop:
         for row, values in zip(self.rows, torch.cat(columns, dim=1).tolist(), strict=True):
             path = [node for node in values[:width] if node >= 0]
             tokens = [*values[width + 1 : width + len(path)], values[2 * width]]
-            emitted = self._emit(row, tokens)
+            emitted = row.emit(tokens, self.stop_ids)
             drafted, depth, leaf, *walk = values[2 * width + 1 :]
             stop = "cut" if emitted < len(tokens) else "leaf" if leaf else "rejected"
             accepted = min(emitted, len(tokens) - 1)
+            counts = (accepted, emitted, drafted, depth, drafted + 1)
             walked = {
                 "places": walk[1 : accepted + 1],
                 "offered": walk[width : width + accepted + (stop != "cut")],
             }
-            row.completion.rounds.append(
-                Round(accepted, emitted, drafted, depth, drafted + 1, stop, **walked)
-            )
+            row.completion.rounds.append(Round(*counts, stop, rows=len(self.rows), **walked))
             paths.append(path)
             new_tokens.append(tokens)
         self.cache.keep(paths)
         return paths, new_tokens
-
-    def _observe(
-        self, features_BNF: Tensor, paths: list[list[int]], new_tokens: list[list[int]]
-    ) -> None:
-        path_BM = self._padded(paths)
-        index = path_BM[..., None].expand(-1, -1, features_BNF.shape[2])
-        self.drafter.observe(
-            self._padded(new_tokens), features_BNF.gather(1, index), [len(p) for p in paths]
-        )
-
-    def _emit(self, row: _Row, tokens: list[int]) -> int:
-        """Add tokens up to a stop token or the limit; return how many were kept."""
-        if tokens[-1] < 0:
-            raise RuntimeError(
-                f"prompt {row.request.prompt_id}: the target's logits are not finite at token "
-                f"{len(row.tokens)}"
-            )
-        row.root = tokens[-1]
-        for count, token in enumerate(tokens, start=1):
-            row.tokens.append(token)
-            if token in self.stop_ids:
-                row.completion.stop_reason = "stop"
-                row.finished = True
-                return count
-        row.finished = len(row.tokens) >= row.limit
-        return len(tokens)
 
     def _retire(self) -> Iterator[Completion]:
         """Hand out finished rows; the last row moves into the place of each."""
@@ -330,25 +216,16 @@ class _Loop:
         for index in reversed(done):
             last = self.rows.pop()
             if index < len(self.rows):
-                self.cache.move_row(len(self.rows), index)
-                self.drafter.move_row(len(self.rows), index)
+                self._move(len(self.rows), index)
                 self.rows[index] = last
 
-    def _pick(self, logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Pick the token at these absolute positions from the processed distribution."""
-        if self.sampling.temperature == 0:
-            return best_ids(logits_BV)
-        uniform_B = uniforms(self.sampling.seed, keys_B, positions_B, VERIFY)
-        return draw(processed_probs(logits_BV, self.sampling), uniform_B)
+    def _move(self, source: int, destination: int) -> None:
+        if source != destination:
+            self.cache.move_row(source, destination)
+            self.drafter.move_row(source, destination)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.target.device)
-
-    def _padded(self, lists: Iterable[Iterable[int]]) -> Tensor:
-        """Right-pad lists of ids with 0; padding is masked or not committed, never read."""
-        lists = [list(values) for values in lists]
-        width = max(len(values) for values in lists)
-        return self._tensor([values + [0] * (width - len(values)) for values in lists])
 
     def _clock(self) -> float:
         if self.target.device.type == "cuda":
@@ -356,16 +233,9 @@ class _Loop:
         return time.perf_counter()
 
 
-def _check(request: Request, context: int) -> None:
-    length = len(request.token_ids)
-    if length == 0:
-        raise ValueError(f"prompt {request.prompt_id}: no tokens; remove the row")
-    if request.max_new_tokens < 1:
+def _check_budget(max_pass_tokens: int | None, batch_size: int) -> None:
+    if max_pass_tokens is not None and max_pass_tokens < batch_size:
         raise ValueError(
-            f"prompt {request.prompt_id}: max_new_tokens={request.max_new_tokens}: need at least 1"
-        )
-    if length >= context:
-        raise ValueError(
-            f"prompt {request.prompt_id}: {length} tokens leave no room in a context of {context}; "
-            "shorten the prompt or raise the limit"
+            f"max_pass_tokens={max_pass_tokens}: a batch of {batch_size} rows verifies at least "
+            "one token a row and pass; raise it or lower the batch size"
         )

@@ -50,6 +50,11 @@ class DynamicShape:
         """C, the root not counted: top_k at the first level, top_k squared at each later one."""
         return self.top_k + (self.levels - 1) * self.top_k**2
 
+    def cut(self, levels: int) -> "DynamicShape":
+        """Return the shape with fewer levels, and of their candidates no more than there are."""
+        fewer = self.top_k + (levels - 1) * self.top_k**2
+        return DynamicShape(self.top_k, levels, min(self.total, fewer + 1))
+
     @property
     def is_chain(self) -> bool:
         """True where no node can have a sibling: every draft then is the same chain."""

@@ -35,6 +35,8 @@ class Round:
     offered: list[int] = field(default_factory=list)
     """Children offered at the root and at every accepted node in turn; where a round was cut, the
     node behind the last kept token is left out: nobody knows what it would have accepted."""
+    rows: int = 1
+    """Rows that the pass verified together: the seconds above were spent on all of them."""
 
 
 @dataclass
@@ -51,4 +53,6 @@ class Completion:
     """Summed over turns."""
     seconds: float = 0.0
     """Wall time, prefill included."""
+    latency: float = 0.0
+    """Wall time where `seconds` is the prompt's share of a group's; 0 where they are the same."""
     rounds: list[Round] = field(default_factory=list)

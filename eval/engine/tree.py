@@ -100,6 +100,32 @@ class DraftTree:
         too_deep_BN = self.depth_BN > max_depth_B[:, None]
         return replace(self, tokens_BN=self.tokens_BN.masked_fill(too_deep_BN, -1))
 
+    def limit_nodes(self, num_drafted_B: Tensor) -> "DraftTree":
+        """Return the tree with only the first drafted nodes of each row, in the order of their ids.
+
+        Parents come before their children, and children that were drawn go last drawn first: what
+        is left is lossless under every scheme.
+        """
+        before_BN = (self.tokens_BN >= 0).cumsum(-1) - 1  # the root stands first
+        beyond_BN = before_BN > num_drafted_B[:, None]
+        return replace(self, tokens_BN=self.tokens_BN.masked_fill(beyond_BN, -1))
+
+    def trimmed(self) -> "DraftTree":
+        """Return the tree without the last nodes where all rows lack them; reads the device."""
+        N = 1 + int((self.tokens_BN >= 0).any(0).nonzero().max())
+        if N == self.tokens_BN.shape[1]:
+            return self
+        children_BNC = self.children_BNC[:, :N]
+        return DraftTree(
+            self.tokens_BN[:, :N],
+            self.parents_BN[:, :N],
+            self.depth_BN[:, :N],
+            self.ancestors_BNN[:, :N, :N],
+            children_BNC.masked_fill(children_BNC >= N, -1),
+            min(self.max_depth, N - 1),
+            None if self.draft_probs_BNV is None else self.draft_probs_BNV[:, :N],
+        )
+
     def merge_repeats(self) -> "DraftTree":
         """Return the tree with repeated tokens among siblings as repeated tries of one node.
 
@@ -229,6 +255,11 @@ class TreeShape:
                     f"tree.top_k={top_k} but path {list(path)} asks for rank {max(path)}: "
                     f"raise tree.top_k to {self.max_rank + 1} or drop the path"
                 )
+
+    def cut(self, depth: int) -> "TreeShape":
+        """Return the shape without the nodes deeper than `depth`; the others keep their ids."""
+        shape = TreeShape.from_choices([path for path in self.choices if len(path) <= depth])
+        return shape.to(self.parents_N.device)
 
     def to(self, device: torch.device | str) -> "TreeShape":
         """Return the shape with its tensors on `device`."""

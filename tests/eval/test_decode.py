@@ -462,7 +462,7 @@ def test_prompts_longer_than_a_prefill_chunk_are_read_whole(
     prompts = [Request(f"p{n}", tuple(range(1, n + 1)), 12) for n in (3, 8, 11, 16, 25)]
     head = make_head("eagle", tiny)
     want = run(tiny, _drafter(tiny, head, TREE), prompts, batch_size=1)
-    monkeypatch.setattr("headstart.eval.engine.decode.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("headstart.eval.engine.prefill.PREFILL_CHUNK", 8)
     have = run(tiny, _drafter(tiny, head, TREE), prompts, batch_size=5)
     assert tokens_of(have) == tokens_of(want) == _generated(tiny, prompts)
     for prompt_id, c in have.items():

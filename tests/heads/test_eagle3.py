@@ -473,7 +473,7 @@ def test_decoding_shows_the_head_the_states_that_training_shows_it(
     tiny: Target, prompts: list[Request], batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After prefill in chunks and any path of a tree, they are those of one pass over the text."""
-    monkeypatch.setattr("headstart.eval.engine.decode.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("headstart.eval.engine.prefill.PREFILL_CHUNK", 5)
     head, shown = _head(tiny), []
     extend = head.extend
 

@@ -4,7 +4,8 @@ Shapes: B rows in lockstep, R rows shown something, M verified pairs, N tree nod
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,6 +58,44 @@ class Drafter(Protocol):
 
     def clear(self) -> None:
         """Forget what finished answers left behind: a repeat of the same prompts begins."""
+
+
+@dataclass(frozen=True)
+class DraftLimit:
+    """How far the draft of one round may go."""
+
+    depth: int | None = None
+    """Deepest level drafted; 0 drafts nothing, null goes as deep as the shape."""
+    survival: float = 0.0
+    """Least product of the drafter's best probabilities, root to level, of a level drafted.
+
+    A level's own factor is its best probability, not that of a token drawn there: whether a drawn
+    token is verified may not depend on the token, or the output's law would change.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """True where nothing is limited."""
+        return self.depth is None and self.survival == 0
+
+
+FULL = DraftLimit()
+
+
+@runtime_checkable
+class LimitedDrafter(Protocol):
+    """A drafter that stops early when told to, which saves the rest of the draft.
+
+    Drafts of the others are cut after they were made, by depth alone.
+    """
+
+    max_depth: int
+    """Deepest level it can draft."""
+
+    def propose_within(
+        self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor, limit: DraftLimit
+    ) -> DraftTree:
+        """Draft as `propose` does, within a limit that is the same for all rows."""
 
 
 class NoDrafter:

@@ -6,9 +6,12 @@ Shapes: B rows, M nodes expanded at a level, K children of a node, C candidates 
 W draft vocabulary.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from headstart.eval.engine.drafters.base import FULL, DraftLimit
 from headstart.eval.engine.drafters.head import HeadBacked, top_ids
 from headstart.eval.engine.dynamic_tree import Candidates, DynamicShape, best_first, best_tree
 from headstart.eval.engine.tree import DraftTree
@@ -28,19 +31,29 @@ class DynamicHeadDrafter(HeadBacked):
         # The head holds every expanded node of a draft, or the pairs of the longest verified path.
         stepped = shape.top_k * (shape.levels - 1)
         super().__init__(head, parts, max_pending=max(stepped, shape.levels + 1))
-        self.shape, self.num_nodes = shape, shape.total
+        self.shape, self.num_nodes, self.max_depth = shape, shape.total, shape.levels
         self.scheme = "a1" if shape.is_chain else "b"
         self.draft_calls = shape.levels - 1
 
     def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
         """Grow the candidates level by level, below the best of each, and keep the best of all."""
+        return self.propose_within(root_B, positions_B, keys_B, FULL)
+
+    def propose_within(
+        self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor, limit: DraftLimit
+    ) -> DraftTree:
+        """Grow the levels that the limit allows; of the nodes, keep those that survive."""
         B, k = len(root_B), self.shape.top_k
+        wanted = self.shape.levels if limit.depth is None else min(limit.depth, self.shape.levels)
+        least = math.log(limit.survival) if limit.survival > 0 else -math.inf
         none_B1 = torch.full_like(root_B[:, None], -1)
         worth_B1 = torch.zeros(B, 1, device=root_B.device)
         levels = [self._children(self._logits_BKW[:B, :1], worth_B1, none_B1)]
         created = stepped = 0  # candidates and state slots that came before the last level's
-        while len(levels) < self.shape.levels:
+        while len(levels) < wanted:
             last = levels[-1]
+            if limit.survival > 0 and bool((last.log_values_BC < least).all()):
+                break
             best_BM = best_first(last.log_values_BC, k)
             logits_BMW = self.head.step(
                 self._state,
@@ -52,7 +65,10 @@ class DynamicHeadDrafter(HeadBacked):
             levels.append(self._children(logits_BMW, worth_BM, created + best_BM))
             created += last.tokens_BC.shape[1]
             stepped += last.tokens_BC.shape[1] // k
-        return best_tree(root_B, Candidates.joined(levels), self.shape)
+        found = Candidates.joined(levels)
+        if limit.survival > 0:
+            found.tokens_BC = found.tokens_BC.masked_fill(found.log_values_BC < least, -1)
+        return best_tree(root_B, found, self.shape.cut(len(levels)))
 
     def _children(self, logits_BMW: Tensor, worth_BM: Tensor, parents_BM: Tensor) -> Candidates:
         """Return the top-k children of expanded nodes, whose log values are worth_BM."""

@@ -5,12 +5,14 @@ head takes one step a level. Shapes: B rows, N tree nodes, M nodes expanded at a
 a node, K depths known without a step, W draft vocabulary, V target vocabulary, D width.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headstart.eval.engine.drafters.base import FULL, DraftLimit
 from headstart.eval.engine.sampling import (
     DRAFT,
     SamplingConfig,
@@ -115,22 +117,31 @@ class HeadDrafter(HeadBacked):
         self.scheme = {(True, True): "a", (True, False): "c", (False, True): "a1"}.get(
             (self.sampled, shape.is_chain), "b"
         )
-        self.num_nodes = shape.num_nodes
+        self.num_nodes, self.max_depth = shape.num_nodes, shape.max_depth
         self._levels = _plan(self.shape)
+        self._shapes = [self.shape.cut(depth) for depth in range(shape.max_depth)] + [self.shape]
         if self.sampled:
             _refuse_gaps(shape)
         self.draft_calls = len(self._levels[head.depths_at_once :])
 
     def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
         """Grow the tree level by level."""
+        return self.propose_within(root_B, positions_B, keys_B, FULL)
+
+    def propose_within(
+        self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor, limit: DraftLimit
+    ) -> DraftTree:
+        """Grow the levels that the limit allows; rows end apart by survival, all by depth."""
         B, K = len(root_B), self._logits_BKW.shape[1]
+        levels, survival_B = self._levels[: limit.depth], root_B.new_zeros(B, dtype=torch.float32)
+        grown = len(levels)
         tokens_BN = root_B.new_full((B, self.num_nodes), -1)
         tokens_BN[:, 0] = root_B
         probs_BNV = None
         if self.sampled:
             probs_BNV = torch.zeros(B, self.num_nodes, self.head.shape.vocab_size)
             probs_BNV = probs_BNV.to(root_B.device)
-        for depth, level in enumerate(self._levels):
+        for depth, level in enumerate(levels):
             if depth < K:
                 logits_BMW = self._logits_BKW[:B, depth, None]
             else:
@@ -140,6 +151,11 @@ class HeadDrafter(HeadBacked):
                     level.slots.expand(B, -1),
                     self.parts,
                 )
+            if limit.survival > 0:
+                survival_B += best_log_prob(logits_BMW[:, 0])
+                if bool((survival_B < math.log(limit.survival)).all()):
+                    grown = depth
+                    break
             if probs_BNV is None:
                 ids_BMC = top_ids(logits_BMW, level.candidates)
             else:
@@ -148,9 +164,14 @@ class HeadDrafter(HeadBacked):
                 )
             if ids_BMC.shape[1] == 1:
                 ids_BMC = ids_BMC.expand(-1, len(level.expanded), -1)
-            ids = ids_BMC[:, level.parent_index, level.ranks]
-            tokens_BN[:, level.children] = self._to_target(ids)
-        return self.shape.fill(tokens_BN, probs_BNV)
+            tokens_BC = self._to_target(ids_BMC[:, level.parent_index, level.ranks])
+            if limit.survival > 0:
+                ended_B1 = (survival_B < math.log(limit.survival))[:, None]
+                tokens_BC = tokens_BC.masked_fill(ended_B1, -1)
+            tokens_BN[:, level.children] = tokens_BC
+        shape = self._shapes[grown]
+        N = shape.num_nodes
+        return shape.fill(tokens_BN[:, :N], None if probs_BNV is None else probs_BNV[:, :N])
 
     def _sample(
         self,
@@ -187,6 +208,12 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
     width = logits.shape[-1]
     low_id_first = torch.arange(width - 1, -1, -1, device=logits.device)
     return width - 1 - (rising * width + low_id_first).topk(k, dim=-1).values.remainder(width)
+
+
+def best_log_prob(logits_BW: Tensor) -> Tensor:
+    """Return the log probability [B] of the likeliest token, at temperature 1, in fp32."""
+    logits_BW = logits_BW.float()
+    return logits_BW.amax(-1) - logits_BW.logsumexp(-1)
 
 
 def _refuse_gaps(shape: TreeShape) -> None:

@@ -1,0 +1,131 @@
+"""Speed over batch size: plain decoding and every arm at each size, taking turns group by group.
+
+Prompts are decoded in whole groups of the size, in lockstep, and share their group's time; a group
+ends with fewer rows as answers end. Intervals are over prompts, as everywhere: where there are few
+groups they tell little of how one group differs from another.
+"""
+
+import itertools
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from headstart.eval.arms import Arm
+from headstart.eval.engine.decode import Request
+from headstart.eval.engine.drafters.base import Drafter, NoDrafter
+from headstart.eval.engine.policy import DraftPolicy, draft_policy
+from headstart.eval.engine.records import Completion
+from headstart.eval.engine.sampling import SamplingConfig
+from headstart.eval.intervals import bootstrap
+from headstart.eval.leaderboard import SPEED, TAU, number, with_interval
+from headstart.eval.metrics import figures, prompt_sums
+from headstart.eval.result import BatchPoint, Result
+from headstart.eval.settings import EvalConfig
+from headstart.eval.suites import Suite
+from headstart.eval.timing import Runner
+from headstart.heads.target import Target
+
+log = logging.getLogger(__name__)
+
+
+def batch_sweep(
+    target: Target,
+    arms: Sequence[Arm],
+    suite: Suite,
+    *,
+    sampling: SamplingConfig,
+    config: EvalConfig,
+    stop_ids: Iterable[int],
+) -> list[list[BatchPoint]]:
+    """Return the points of each arm, one for each of eval.batch_sizes.
+
+    Policies learn at each size afresh, warm-up included. Raises ValueError for a batch larger than
+    the suite.
+    """
+    points: list[list[BatchPoint]] = [[] for _ in arms]
+    for size in sorted(config.batch_sizes):
+        groups = whole_groups(suite.requests, size)
+        bounds = (size, config.max_pass_tokens)
+        runner = Runner(target, sampling, tuple(stop_ids), *bounds, policies_of(arms))
+        drafters = [NoDrafter(target.device), *(arm.drafter for arm in arms)]
+        runner.warm_up(drafters, suite.requests, max(size, config.warmup_prompts // size * size))
+        plain, *drafted = _in_turns(runner, drafters, groups, config.repeats)
+        for arm, of_arm, done in zip(arms, points, drafted, strict=True):
+            point = _point(size, plain, done, config)
+            log.info("batch %d, %s: %s times plain", size, arm.name, number(point.speedup))
+            of_arm.append(point)
+    return points
+
+
+def policies_of(arms: Iterable[Arm]) -> dict[int, DraftPolicy]:
+    """Make the policies of arms, with nothing learned yet, by the ids of their drafters."""
+    return {id(a.drafter): draft_policy(a.policy) for a in arms if a.policy.kind != "fixed"}
+
+
+def whole_groups(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
+    """Split the prompts into groups of exactly `size`; the last ones too few for one stay out."""
+    if len(requests) < size:
+        raise ValueError(
+            f"eval.batch_sizes={size}: the suite has {len(requests)} prompts; lower it or give "
+            "more prompts"
+        )
+    return [requests[i : i + size] for i in range(0, len(requests) - size + 1, size)]
+
+
+def _in_turns(
+    runner: Runner, drafters: Sequence[Drafter], groups: Sequence[Sequence[Request]], repeats: int
+) -> list[list[Completion]]:
+    """Return each drafter's completions, of each group the repeat of the median time."""
+    runs: list[list[list[list[Completion]]]] = [[[] for _ in groups] for _ in drafters]
+    for repeat, (place, group) in itertools.product(range(repeats), enumerate(groups)):
+        if place == 0:  # a drafter that remembers answers would replay them
+            for drafter in drafters:
+                drafter.clear()
+        for step in range(len(drafters)):
+            arm = (repeat + place + step) % len(drafters)
+            runs[arm][place].append(runner.decode(drafters[arm], group))
+    return [[c for repeated in of_arm for c in _median(repeated)] for of_arm in runs]
+
+
+def _median(repeated: list[list[Completion]]) -> list[Completion]:
+    return sorted(repeated, key=lambda done: done[0].seconds)[(len(repeated) - 1) // 2]
+
+
+def _point(
+    size: int, plain: Sequence[Completion], done: Sequence[Completion], config: EvalConfig
+) -> BatchPoint:
+    sums = [prompt_sums(one, other) for one, other in zip(done, plain, strict=True)]
+    values = figures(sums)
+    drawn = bootstrap(sums, [SPEED], resamples=config.resamples, seed=config.seed)
+    return BatchPoint(
+        batch=size,
+        prompts=len(sums),
+        tokens_per_s_plain=values["tokens_per_s_plain_decode"],
+        tokens_per_s=values["tokens_per_s_decode"],
+        speedup=values[SPEED],
+        speedup_interval=drawn[SPEED],
+        tau=values[TAU],
+        mean_drafted=sum(s.drafted for s in sums) / max(1, sum(s.rounds for s in sums)),
+        latency_plain=sum(c.latency for c in plain) / len(plain),
+        latency=sum(c.latency for c in done) / len(done),
+    )
+
+
+def print_sweep(results: Sequence[Result]) -> None:
+    """Print the points of all results, a line a size and arm; nothing without points."""
+    table = Table(title="Decode speedup over the target alone, by batch size")
+    columns = ("batch", "drafter", "plain tokens/s", "tokens/s", "speedup", "tau", "drafted")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for points in zip(*(result.batch_points for result in results), strict=True):
+        for result, p in zip(results, points, strict=True):
+            speeds = (number(p.tokens_per_s_plain, 1), number(p.tokens_per_s, 1))
+            speedup = with_interval(p.speedup, p.speedup_interval)
+            rest = (speedup, number(p.tau), number(p.mean_drafted))
+            table.add_row(str(p.batch), result.drafter.name, *speeds, *rest)
+        table.add_section()
+    if table.row_count:
+        Console(width=None if sys.stdout.isatty() else 140).print(table)

@@ -1,0 +1,125 @@
+"""What drafting is worth: running estimates of acceptance and of a round's time, and their optimum.
+
+A round that drafts k levels emits E(k) tokens a row and takes t(k) seconds, so the best depth is
+the k of most E(k) / t(k). With i.i.d. acceptance a and t(k) = 1 + k c that is the rule to extend a
+draft from k to k + 1 exactly where a^(k+1) > c E(k) / (1 + k c) (from arXiv 2211.17192, theorem
+3.8). Depths count from 0, the first drafted token.
+"""
+
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from headstart.eval.engine.records import Round
+
+PRIOR, PRIOR_WEIGHT = 0.7, 4.0
+"""Acceptance assumed before anything was drafted, and the rows that this counts for."""
+SAMPLES = 5
+"""Rounds of one shape whose median time counts, the newest ones."""
+
+
+def best_depth(survival_K: Sequence[float], seconds_K1: Sequence[float]) -> int:
+    """Return the depth of most tokens a second, 0 to K; ties go to the shallowest.
+
+    survival_K[d] is the share of rows that accept depth d and all before, seconds_K1[k] the time
+    of a round that drafts k levels, in any unit.
+    """
+    tokens_K1 = itertools.accumulate(survival_K, initial=1.0)
+    rates = [tokens / seconds for tokens, seconds in zip(tokens_K1, seconds_K1, strict=True)]
+    return rates.index(max(rates))
+
+
+class Acceptance:
+    """Share of rows that accept each depth among those that came so far; older rounds fade.
+
+    They fade with every round, plain ones too: after a while without drafts a few new ones decide.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self.keep = 1 - 1 / memory
+        self.came_K: list[float] = []
+        self.passed_K: list[float] = []
+
+    def add(self, allowed: Sequence[int], rounds: Sequence[Round]) -> None:
+        """Count one round of several rows, each of which had room for `allowed` levels.
+
+        A depth that the drafter had nothing for counts as not accepted; one behind a stop token
+        does not count.
+        """
+        grown = max(0, max(allowed) - len(self.came_K))
+        self.came_K = [self.keep * n for n in self.came_K] + [0.0] * grown
+        self.passed_K = [self.keep * n for n in self.passed_K] + [0.0] * grown
+        for room, one in zip(allowed, rounds, strict=True):
+            for depth in range(min(room, one.accepted + (one.stop != "cut"))):
+                self.came_K[depth] += 1
+                self.passed_K[depth] += one.accepted > depth
+
+    def survival(self, deepest: int) -> list[float]:
+        """Return the estimated share of rows that accept each depth and all before it.
+
+        A depth of which little is known is taken to be accepted as often as the others.
+        """
+        pooled = (sum(self.passed_K) + PRIOR * PRIOR_WEIGHT) / (sum(self.came_K) + PRIOR_WEIGHT)
+        unknown = [0.0] * max(0, deepest - len(self.came_K))
+        counts = zip([*self.passed_K, *unknown], [*self.came_K, *unknown], strict=True)
+        shares = ((p + pooled * PRIOR_WEIGHT) / (n + PRIOR_WEIGHT) for p, n in counts)
+        return list(itertools.accumulate(shares, lambda a, b: a * b))[:deepest]
+
+
+class RoundSeconds:
+    """Seconds of a round by its shape (rows, drafted depth): measured where tried, else fitted.
+
+    The first round of a shape may compile or allocate: it counts only while little else is known.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, int], float] = {}
+        self._later: dict[tuple[int, int], deque[float]] = {}
+        self._tried: dict[tuple[int, int], int] = {}
+        self._rounds = 0
+
+    def add(self, rows: int, depth: int, seconds: float) -> None:
+        """Count a round."""
+        shape = (rows, depth)
+        if shape in self._tried:
+            self._later.setdefault(shape, deque(maxlen=SAMPLES)).append(seconds)
+        else:
+            self._first[shape] = seconds
+        self._rounds += 1
+        self._tried[shape] = self._rounds
+
+    def last(self, rows: int, depth: int) -> int:
+        """Return when such a round was last tried, as the number of the round; 0 for never."""
+        return self._tried.get((rows, depth), 0)
+
+    def of(self, rows: int, depth: int) -> float:
+        """Return the estimated seconds: a median of two or more, or else the fit."""
+        later = self._later.get((rows, depth), ())
+        if len(later) > 1:
+            return statistics.median(later)
+        measured = {shape: statistics.median(samples) for shape, samples in self._later.items()}
+        return fitted_seconds(measured if len(measured) > 2 else self._first, rows, depth)
+
+
+def fitted_seconds(measured: dict[tuple[int, int], float], rows: int, depth: int) -> float:
+    """Return the seconds at a shape (rows, depth) by least squares over those measured.
+
+    Linear in rows, depth, rows x depth and whether anything is drafted: a pass over n tokens costs
+    a + b n, a level of drafting c + d rows. Relative errors count. Never below half of the least.
+    """
+    shapes = np.array(list(measured), dtype=np.float64)
+    seconds = np.array(list(measured.values()))
+    scale = np.abs(_terms(shapes)).max(axis=0)
+    scale[scale == 0] = 1.0
+    design = _terms(shapes) / scale
+    weights = np.linalg.lstsq(design / seconds[:, None], np.ones(len(seconds)), rcond=1e-6)[0]
+    found = _terms(np.array([[rows, depth]], dtype=np.float64)) / scale @ weights
+    return max(float(found[0]), 0.5 * float(seconds.min()))
+
+
+def _terms(shapes: np.ndarray) -> np.ndarray:
+    rows, depth = shapes.T
+    return np.stack([np.ones_like(rows), rows, rows * depth, depth, depth > 0], axis=1)
