@@ -3,6 +3,8 @@
 Plain decoding is the same loop with nothing drafted; one plain arm serves every drafter.
 """
 
+import contextlib
+import copy
 import logging
 import platform
 from collections.abc import Iterable, Sequence
@@ -54,6 +56,7 @@ from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite, check_lengths, load_suite
 from headstart.eval.teacher_forced import predicted_tau, prediction_warnings
 from headstart.eval.timing import Runner
+from headstart.heads.runtime import late_warning
 from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
@@ -124,7 +127,8 @@ def benchmark(
     runner = Runner(target, sampling, tuple(stop_ids), config.batch_size)
     drafters = [NoDrafter(target.device), *(arm.drafter for arm in arms)]
     runner.warm_up(drafters, suite.requests, config.warmup_prompts)
-    plain, *drafted = runner.timed(drafters, suite.requests, config.repeats)
+    with contextlib.nullcontext() if target.compiled is None else target.compiled.clock():
+        plain, *drafted = runner.timed(drafters, suite.requests, config.repeats)
     sampled = SamplingInfo(
         sampling.temperature,
         sampling.top_p,
@@ -171,6 +175,8 @@ def _result(
     told += sample_warnings(sums, loops)
     values = figures(sums)
     told += prediction_warnings(predicted, values["tau_full_rounds"])
+    compilation = None if target.compiled is None else copy.deepcopy(target.compiled.info)
+    told += late_warning(compilation)
     told += length_warnings(suite.lengths, done, arm.trained_length)
     if suite.dropped:
         told.append(f"suite {suite.name}: {suite.dropped}")
@@ -190,6 +196,7 @@ def _result(
         loops=loops,
         figures_without_loops=figures_without(sums, loops),
         warnings=[*arm.notes, *told],
+        compilation=compilation,
     )
 
 

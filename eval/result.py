@@ -18,6 +18,7 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.intervals import Interval
 from headstart.eval.metrics import DEFINITIONS, Value
 from headstart.files import read_json, write_json, write_text
+from headstart.heads.compiled import Compilation
 
 SCHEMA_VERSION = 2
 LOSSLESS_SCHEMES = ("a", "a1", "b", "c", "c1", "d")
@@ -155,6 +156,8 @@ class Result:
     figures_without_loops: dict[str, Value] | None = None
     """Null when no prompt or every prompt loops."""
     warnings: list[str] = field(default_factory=list)
+    compilation: Compilation | None = None
+    """What a compiled runtime made for the run, all arms together; null where all ran eagerly."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

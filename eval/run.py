@@ -10,7 +10,8 @@ from headstart.data.template import ChatTemplate
 from headstart.eval.bench import evaluate_heads
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
-from headstart.heads.load import RuntimeConfig, TargetConfig, load_target
+from headstart.heads.load import TargetConfig, load_target
+from headstart.heads.runtime import RuntimeConfig
 
 
 @dataclass
@@ -40,6 +41,7 @@ def run(config: EvalRun) -> None:
         read_conversations(config.eval.suite, need_answers=False, option="eval.suite")
     config.runtime.apply()
     target = load_target(config.target)
+    config.runtime.attach(target)
     evaluate_heads(
         target,
         ChatTemplate(target.tokenizer),
