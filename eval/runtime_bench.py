@@ -1,4 +1,4 @@
-"""What a round costs by runtime: `python -m headstart.eval.runtime_bench --head HEAD --tree chain3`.
+"""What a round costs under each runtime: `python -m headstart.eval.runtime_bench --head HEAD`.
 
 The eager and the compiled runtime stand side by side in one process and take turns prompt by
 prompt, each decoding plainly and with every tree of the head. A round is split into the target's
@@ -33,7 +33,6 @@ from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.runtime import PARTS, RuntimeConfig
-from headstart.heads.target import Target
 
 PLAIN = "plain"
 
