@@ -163,7 +163,8 @@ class KVCache(Cache):
 
     def _allocate(self, states: Tensor) -> tuple[Tensor, int]:
         """Return one layer's keys or values, cut from a stack that `keep` moves as a whole."""
-        shape = (self.batch, states.shape[1], self.capacity, states.shape[3])
+        # One slot that is never read: a compiled layer takes reading all slots for a case of its own.
+        shape = (self.batch, states.shape[1], self.capacity + 1, states.shape[3])
         if shape not in self._stacks:
             # Zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN would be NaN.
             stack = torch.zeros(

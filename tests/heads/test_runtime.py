@@ -3,13 +3,17 @@
 Compiling a graph takes seconds, so one compiled target serves all tests that only read it.
 """
 
+import models
 import pytest
 import torch
-from models import make_head, requests, run, target_of, tiny_model, tokens_of, variant_model
+from models import make_head, requests, target_of, tiny_model, tokens_of, variant_model
 
+from headstart.eval.engine.decode import Request
+from headstart.eval.engine.drafters.base import Drafter
 from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.dynamic_tree import DynamicShape
+from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree import TreeShape
 from headstart.heads.base import DraftHead
@@ -51,6 +55,13 @@ def eager() -> Target:
 @pytest.fixture(scope="module")
 def compiled() -> Target:
     return _target(compiled=True)
+
+
+def run(
+    target: Target, drafter: Drafter | None, prompts: list[Request], batch_size: int = 1
+) -> dict[str, Completion]:
+    """Decode one prompt after the other: a batch needs twice the graphs."""
+    return models.run(target, drafter, prompts, batch_size=batch_size)
 
 
 def _info(target: Target) -> Compilation:
@@ -116,7 +127,7 @@ def test_a_compiled_batch_gives_the_eager_texts_down_to_its_last_row(
     drafter.start(4, 64)  # makes what a batch needs, the rows left at its end among it
     target.new_cache(4, 64, 8)
     with target.compiled.clock():
-        have = run(target, drafter, prompts)
+        have = run(target, drafter, prompts, batch_size=4)
     assert tokens_of(have) == tokens_of(run(eager, None, prompts))
     assert _info(target).late == 0
 
