@@ -142,7 +142,7 @@ class KVCache(Cache):
     def graph_inputs(self, layer: int) -> list[Tensor]:
         """Return what a compiled layer needs of an open pass over the first R rows.
 
-        Keys and values [R, H, capacity, d], the slots [R, N] to write, and a mask [R, 1, N, S].
+        The slots [R, N] to write, a mask [R, 1, N, S], then keys and values [R, H, capacity, d].
         """
         lengths, first, N = self._start
         assert isinstance(self._rows, slice), "a compiled pass takes the first rows"
@@ -154,7 +154,7 @@ class KVCache(Cache):
             (key, i), (value, j) = self._keys[layer], self._values[layer]
             view = key[i][: len(lengths)], value[j][: len(lengths)]
             self._views[layer, len(lengths)] = view
-        return [*view, self._slots_RN, self._mask]
+        return [self._slots_RN, self._mask, *view]
 
     @property
     def stacks(self) -> list[Tensor]:
@@ -163,7 +163,7 @@ class KVCache(Cache):
 
     def _allocate(self, states: Tensor) -> tuple[Tensor, int]:
         """Return one layer's keys or values, cut from a stack that `keep` moves as a whole."""
-        # One slot that is never read: a compiled layer takes reading all slots for a case of its own.
+        # One slot is never read: to a compiled layer, reading them all would be a case of its own.
         shape = (self.batch, states.shape[1], self.capacity + 1, states.shape[3])
         if shape not in self._stacks:
             # Zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN would be NaN.

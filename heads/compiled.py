@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from headstart.heads.cache import KVCache
+from headstart.heads.replay import Buffers, Recorder, Replays
 
 Layout = tuple[tuple[str | int, Any], ...]
 """The arguments of a call in order: (name or place, what stands there)."""
@@ -44,8 +45,11 @@ class Compilation:
     graphs: int = 0
     seconds: float = 0.0
     """Seconds spent tracing and compiling, none of them on a measurement's clock."""
+    recordings: int = 0
+    """CUDA graphs recorded, where there is a GPU: one a layer for each exact size."""
     late: int = 0
-    """Graphs made while the clock ran: they spoil the figures of the prompts they met."""
+    """Graphs or recordings made while the clock ran: they spoil the times of the prompts they met.
+    """
 
 
 @dataclass
@@ -89,7 +93,7 @@ class Graph:
 class GraphCache(Cache):
     """The cache as a layer sees it inside a graph: its own keys and values, of the pass's rows."""
 
-    def __init__(self, keys: Tensor, values: Tensor, slots_RN: Tensor, mask: Tensor) -> None:
+    def __init__(self, slots_RN: Tensor, mask: Tensor, keys: Tensor, values: Tensor) -> None:
         super().__init__(layers=[])
         self._keys, self._values, self._slots_RN, self._extent = (
             keys,
@@ -116,6 +120,7 @@ class Layer:
         self.graphs: list[Graph] = []
         self.watched: list[Call] = []
         self._chosen: dict[tuple, Graph] = {}
+        self.replays = compiler.replays()
         self._cache_layer = -1
         named = dict(module.named_parameters()) | dict(module.named_buffers())
         self.names, self.weights = list(named), list(named.values())
@@ -137,7 +142,12 @@ class Layer:
         graph = self._chosen.get(key)
         if graph is None:
             graph = self._chosen[key] = self._choose(call)
-        outputs = graph.run(*call.tensors, *self.weights)
+        if self.replays is None:
+            outputs = graph.run(*call.tensors, *self.weights)
+        else:
+            given = len(call.tensors) - (0 if cache is None else 2)
+            inputs, stored = call.tensors[:given], call.tensors[given:]
+            outputs = self.replays(graph.run, inputs, stored, self.weights)
         return (
             outputs[0] if graph.output.is_leaf() else pytree.tree_unflatten(outputs, graph.output)
         )
@@ -202,15 +212,28 @@ class Compiler:
     """Makes the graphs of one target and of the heads it adopts, and keeps count of them."""
 
     info: Compilation
+    recorder: Recorder | None = None
+    """Records CUDA graphs; null: layers are called, not replayed."""
     mode: str = "eager"
     """eager, compiled or watch: what a layer called now does."""
     timing: bool = False
     """Whether a measurement's clock is running: a graph made now is late."""
     _made: dict[Any, Graph] = field(default_factory=dict)
+    _buffers: Buffers = field(default_factory=Buffers)
 
     def take(self, modules: Sequence[nn.Module]) -> list[Layer]:
         """Have these modules run as graphs inside compiled passes."""
         return [Layer(module, self) for module in modules]
+
+    def replays(self) -> Replays | None:
+        """Return a place for the recordings of one layer, if there are to be any."""
+        if self.recorder is None:
+            return None
+        return Replays(self.recorder, self._buffers, self._count_recording)
+
+    def _count_recording(self) -> None:
+        self.info.recordings += 1
+        self.info.late += self.timing
 
     @contextlib.contextmanager
     def within(self, mode: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from torch.utils._triton import has_triton
 from headstart.heads.base import DraftHead
 from headstart.heads.compiled import Compilation, Compiler, Layer
 from headstart.heads.parts import TargetParts
+from headstart.heads.replay import CudaRecorder
 from headstart.heads.target import Target
 
 PARTS = ("target", "drafter")
@@ -34,6 +35,8 @@ class RuntimeConfig:
     """CPU threads of one process; null leaves torch's own choice."""
     compile: list[str] = field(default_factory=list)
     """Parts whose layers are compiled: target, drafter; none: everything is run eagerly."""
+    cuda_graphs: bool | None = None
+    """Replay compiled layers as CUDA graphs; null: where there is a GPU."""
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -50,6 +53,9 @@ class RuntimeConfig:
                 "an unequal comparison; add target"
             )
 
+        if self.cuda_graphs and not self.compile:
+            raise ValueError("runtime.cuda_graphs=true needs compiled layers: set runtime.compile")
+
     def apply(self) -> None:
         """Set the number of threads of this process."""
         if self.threads is not None:
@@ -63,9 +69,17 @@ class RuntimeConfig:
         if not self.compile or target.compiled is not None:
             return
         _require_compiler(target.device)
-        compiler = Compiler(Compilation(list(self.compile)))
+        recorder = CudaRecorder() if self._wants_cuda_graphs(target.device) else None
+        compiler = Compiler(Compilation(list(self.compile)), recorder)
         target.compiled = CompiledTarget(compiler, target)
         target.compiled.prepare(batch=1)
+
+    def _wants_cuda_graphs(self, device: torch.device) -> bool:
+        if self.cuda_graphs and device.type != "cuda":
+            raise ValueError(
+                f"runtime.cuda_graphs=true but the target is on {device}: use null or false there"
+            )
+        return device.type == "cuda" and self.cuda_graphs is not False
 
 
 @dataclass

@@ -3,10 +3,13 @@
 Compiling a graph takes seconds, so one compiled target serves all tests that only read it.
 """
 
+from collections.abc import Callable, Sequence
+
 import models
 import pytest
 import torch
 from models import make_head, requests, target_of, tiny_model, tokens_of, variant_model
+from torch import Tensor
 
 from headstart.eval.engine.decode import Request
 from headstart.eval.engine.drafters.base import Drafter
@@ -17,8 +20,8 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree import TreeShape
 from headstart.heads.base import DraftHead
-from headstart.heads.compiled import Compilation
-from headstart.heads.runtime import RuntimeConfig, late_warning
+from headstart.heads.compiled import Compilation, Compiler
+from headstart.heads.runtime import CompiledTarget, RuntimeConfig, late_warning
 from headstart.heads.target import Target
 
 FAMILIES = ("medusa", "eagle", "eagle3", "hydra_heads")
@@ -213,3 +216,53 @@ def test_a_part_that_is_not_known_and_a_drafter_alone_are_refused() -> None:
         RuntimeConfig(compile=["head"])
     with pytest.raises(ValueError, match="unequal comparison; add target"):
         RuntimeConfig(compile=["drafter"])
+
+
+def _rerun(
+    call: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Stand in for a CUDA graph: the same function of the same addresses, run again."""
+    outputs = [output.clone() for output in call(*inputs)]
+
+    def again() -> None:
+        for output, fresh in zip(outputs, call(*inputs), strict=True):
+            output.copy_(fresh)
+
+    return outputs, again
+
+
+@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+def test_recorded_layers_read_what_they_are_given_and_not_what_was_recorded(
+    eager: Target, family: str
+) -> None:
+    target, prompts = _target(compiled=False), requests(3, 16)
+    target.compiled = CompiledTarget(Compiler(Compilation(list(BOTH)), _rerun), target)
+    drafter = _drafter(target, _head(family, target), TREE)
+    assert tokens_of(run(target, drafter, prompts)) == tokens_of(run(eager, None, prompts))
+    assert _info(target).recordings > 0
+
+
+def test_a_recording_made_while_the_clock_runs_is_late() -> None:
+    compiler = Compiler(Compilation(list(BOTH)), _rerun)
+    replays = compiler.replays()
+    with compiler.clock():
+        for _ in range(2):
+            (doubled,) = replays(lambda x, y: [x * y], [torch.ones(2)], [], [torch.tensor(2.0)])
+    assert (doubled.tolist(), compiler.info.recordings, compiler.info.late) == ([2.0, 2.0], 1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_graphs_give_the_eager_texts(eager: Target) -> None:
+    target, prompts = target_of(tiny_model().to("cuda")), requests(3, 16)
+    RuntimeConfig(compile=BOTH).attach(target)
+    drafter = _drafter(target, _head("eagle3", target), TREE)
+    assert tokens_of(run(target, drafter, prompts)) == tokens_of(run(target, None, prompts))
+    assert _info(target).recordings > 0
+
+
+def test_cuda_graphs_are_refused_where_they_cannot_be() -> None:
+    with pytest.raises(ValueError, match="cuda_graphs=true needs compiled layers"):
+        RuntimeConfig(cuda_graphs=True)
+    with pytest.raises(ValueError, match="cuda_graphs=true but the target is on cpu"):
+        RuntimeConfig(compile=["target"], cuda_graphs=True).attach(target_of(tiny_model()))
