@@ -72,7 +72,8 @@ def register() -> None:
     from headstart.eval.plan_model import ModelConfig
     from headstart.eval.settings import TreeConfig
     from headstart.heads.base import families
-    from headstart.heads.load import RuntimeConfig, TargetConfig
+    from headstart.heads.load import TargetConfig
+    from headstart.heads.runtime import RuntimeConfig
     from headstart.train.config import TrainConfig
 
     families()  # every head family registers its own schema

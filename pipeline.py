@@ -32,7 +32,8 @@ from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.files import read_json, write_json
 from headstart.heads.base import HeadConfig
-from headstart.heads.load import RuntimeConfig, TargetConfig, load_target
+from headstart.heads.load import TargetConfig, load_target
+from headstart.heads.runtime import RuntimeConfig
 from headstart.heads.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.run import TrainRun, train
@@ -157,16 +158,7 @@ def plan(target: Target, config: PipelineRun, rates: dict[str, float]) -> list[S
             * sum(suite.num_prompts * suite.max_new_tokens for suite in config.eval.chosen_suites)
             * (1 + 0.75 * len(config.heads) * len(trees))
             / rates["decode"],
-            lambda: evaluate_heads(
-                target,
-                ChatTemplate(target.tokenizer),
-                [out / name / "head" for name in config.heads],
-                trees,
-                sampling=config.sampling,
-                config=config.eval,
-                out=out / "eval",
-                run_config=asdict(config),
-            ),
+            lambda: _evaluate(target, config),
         )
     )
     return steps
@@ -248,6 +240,21 @@ def _move_aside(directory: Path) -> Path:
 def _capture(target: Target, out: Path, taps: list[int]) -> None:
     rows, meta = read_rows(out / "rows")
     capture(target, rows, out / "features", meta=meta, taps=taps)
+
+
+def _evaluate(target: Target, config: PipelineRun) -> None:
+    config.runtime.attach(target)  # here, so that the steps before it run as they would alone
+    out = Path(config.out)
+    evaluate_heads(
+        target,
+        ChatTemplate(target.tokenizer),
+        [out / name / "head" for name in config.heads],
+        list(config.trees.values()),
+        sampling=config.sampling,
+        config=config.eval,
+        out=out / "eval",
+        run_config=asdict(config),
+    )
 
 
 def _flat(**configs: Any) -> dict[str, Any]:

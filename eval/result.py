@@ -19,6 +19,7 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.intervals import Interval
 from headstart.eval.metrics import DEFINITIONS, Value
 from headstart.files import read_json, write_json, write_text
+from headstart.heads.compiled import Compilation
 
 SCHEMA_VERSION = 2
 LOSSLESS_SCHEMES = ("a", "a1", "b", "c", "c1", "d")
@@ -228,6 +229,8 @@ class Result:
     """Acceptance by path through the draft; empty where the run did not record paths."""
     samples: list[Sample] = field(default_factory=list)
     """A few prompts as text; empty where the target has no tokenizer."""
+    compilation: Compilation | None = None
+    """What a compiled runtime made for the run, all arms together; null where all ran eagerly."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

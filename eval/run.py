@@ -13,7 +13,8 @@ from headstart.eval.engine.drafters.config import DrafterConfig
 from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
-from headstart.heads.load import RuntimeConfig, TargetConfig, load_target
+from headstart.heads.load import TargetConfig, load_target
+from headstart.heads.runtime import RuntimeConfig
 
 
 @dataclass
@@ -60,6 +61,7 @@ def run(config: EvalRun) -> None:
             read_conversations(suite.path, need_answers=False, option=option)
     config.runtime.apply()
     target = load_target(config.target)
+    config.runtime.attach(target)
     evaluate_heads(
         target,
         ChatTemplate(target.tokenizer),

@@ -4,6 +4,7 @@ A conversation is one prompt in every figure and one draw of the bootstrap. Wher
 own matters, each of its turns is one: equality with plain decoding, loops, and context lengths.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 
 from headstart.eval.arms import Arm
@@ -44,6 +45,7 @@ from headstart.eval.settings import EvalConfig
 from headstart.eval.suites import Suite
 from headstart.eval.teacher_forced import predicted_tau, prediction_warnings
 from headstart.eval.timing import PLAIN
+from headstart.heads.runtime import late_warning
 from headstart.heads.target import Target
 
 
@@ -83,6 +85,8 @@ def summarise(
     told += sample_warnings(sums, loops)
     values = figures(sums)
     told += prediction_warnings(predicted, values["tau_full_rounds"])
+    compilation = None if target.compiled is None else copy.deepcopy(target.compiled.info)
+    told += late_warning(compilation)
     told += length_warnings(lengths, timed.done[number], arm.trained_length)
     told += timed.notes[number]
     if suite.dropped:
@@ -104,6 +108,7 @@ def summarise(
         loops=loops,
         figures_without_loops=figures_without(sums, loops),
         warnings=[*arm.notes, *told],
+        compilation=compilation,
         branches=branches(done),
         samples=samples(target.tokenizer, suite.requests, first_turns, suite.categories),
     )

@@ -9,6 +9,7 @@ answers, for all arms: in fp32 greedy decoding their own would be the same; in h
 sampled, they need not be, and the later turns would then compare the arms on different prompts.
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,7 +76,9 @@ class Runner:
         places = [(repeat, number) for repeat in range(repeats) for number in range(len(groups))]
         if not all(place in sessions for place in places):
             self.warm_up(drafters, suite.requests, warmup_prompts)
-        with _Progress(repeats * len(drafters) * suite.num_turns) as progress:
+        compiled = self.target.compiled
+        clock = contextlib.nullcontext() if compiled is None else compiled.clock()
+        with clock, _Progress(repeats * len(drafters) * suite.num_turns) as progress:
             for repeat, number in places:
                 if number == 0:  # a drafter that remembers answers would replay them
                     for drafter in drafters:

@@ -227,6 +227,14 @@ class DraftHead(nn.Module, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} drafts all its depths in one pass")
 
+    def layers_to_compile(self) -> list[nn.Module]:
+        """Return the modules that a compiled runtime turns into a graph each: those in its lists.
+
+        Each takes and returns tensors, and may write one layer of a KVCache.
+        """
+        lists = [child for child in self.children() if isinstance(child, nn.ModuleList)]
+        return [module for modules in lists for module in modules]
+
     def draft_readout(self, parts: TargetParts) -> ReadOut:
         """Return the target's read-out restricted to the draft vocabulary (made once)."""
         if self.vocab is None:

@@ -47,6 +47,12 @@ class KVCache(Cache):
         self._rows: slice | Tensor = slice(0, 0)
         self._slots: slice | Tensor = slice(0, 0)
         self._extent = 0
+        self._start: tuple[list[int], int, int] = ([], 0, 0)
+        self._mask: Tensor | None = None
+        self._slots_RN: Tensor | None = None
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.last_updated = -1
+        """The layer that `update` wrote last."""
 
     def open(
         self,
@@ -74,17 +80,19 @@ class KVCache(Cache):
         allowed_RNS = visible_RNP.expand(R, N, P).gather(2, pending_RS[:, None].expand(-1, N, -1))
         allowed_RNS = (offset_RS < 0)[:, None] | (allowed_RNS & is_pending_RS[:, None])
         if all(window is None for window in self.windows.values()):
-            mask = _additive(allowed_RNS, self.dtype)
-            return dict.fromkeys(self.windows, mask)
+            self._mask = _additive(allowed_RNS, self.dtype)
+            return dict.fromkeys(self.windows, self._mask)
         key_positions_RP = positions_RN if key_positions_RP is None else key_positions_RP
         key_RS = torch.where(is_pending_RS, key_positions_RP.gather(1, pending_RS), slot_S[None])
         distance_RNS = positions_RN[:, :, None] - key_RS[:, None]
-        return {
+        masks = {
             kind: _additive(
                 allowed_RNS if window is None else allowed_RNS & (distance_RNS < window), self.dtype
             )
             for kind, window in self.windows.items()
         }
+        self._mask = next(iter(masks.values()))
+        return masks
 
     def open_next(
         self, num_rows: int, num_new: int, *, rows: Sequence[int] | None = None
@@ -110,6 +118,7 @@ class KVCache(Cache):
             )
         self._extent = min(self.capacity, -(-(longest + P) // BLOCK) * BLOCK)
         first = P - N
+        self._start, self._slots_RN = (lengths, first, N), None
         self._rows = slice(0, R) if rows is None else torch.tensor(rows, device=self.device_)
         if len(set(lengths)) == 1:  # a plain slice, no index arithmetic: batch 1 and prefill
             self._slots = slice(lengths[0] + first, lengths[0] + P)
@@ -124,10 +133,28 @@ class KVCache(Cache):
         while len(self._keys) <= layer_idx:
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
+        self.last_updated = layer_idx
         return (
             self._write_and_read(*self._keys[layer_idx], key_states),
             self._write_and_read(*self._values[layer_idx], value_states),
         )
+
+    def graph_inputs(self, layer: int) -> list[Tensor]:
+        """Return what a compiled layer needs of an open pass over the first R rows.
+
+        The slots [R, N] to write, a mask [R, 1, N, S], then keys and values [R, H, capacity, d].
+        """
+        lengths, first, N = self._start
+        assert isinstance(self._rows, slice), "a compiled pass takes the first rows"
+        if self._slots_RN is None:
+            start_R1 = torch.tensor(lengths, device=self.device_)[:, None] + first
+            self._slots_RN = start_R1 + torch.arange(N, device=self.device_)
+        view = self._views.get((layer, len(lengths)))
+        if view is None:
+            (key, i), (value, j) = self._keys[layer], self._values[layer]
+            view = key[i][: len(lengths)], value[j][: len(lengths)]
+            self._views[layer, len(lengths)] = view
+        return [self._slots_RN, self._mask, *view]
 
     @property
     def stacks(self) -> list[Tensor]:
@@ -136,7 +163,8 @@ class KVCache(Cache):
 
     def _allocate(self, states: Tensor) -> tuple[Tensor, int]:
         """Return one layer's keys or values, cut from a stack that `keep` moves as a whole."""
-        shape = (self.batch, states.shape[1], self.capacity, states.shape[3])
+        # One slot is never read: to a compiled layer, reading them all would be a case of its own.
+        shape = (self.batch, states.shape[1], self.capacity + 1, states.shape[3])
         if shape not in self._stacks:
             # Zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN would be NaN.
             stack = torch.zeros(

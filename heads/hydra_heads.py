@@ -159,6 +159,11 @@ class HydraHeads(DraftHead):
         if self.lm_heads_KWD is not None:
             self.copy_target_rows(self.lm_heads_KWD, parts, instead="tied")
 
+    def layers_to_compile(self) -> list[nn.Module]:
+        """Return every head, and the layer of the prefix."""
+        prefix = [] if self.prefix is None else [self.prefix.layer]
+        return [*super().layers_to_compile(), *prefix]
+
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count supervised positions a head."""
         picked = select(batch, self.config.num_heads, self.config, self.vocab)

@@ -146,20 +146,3 @@ def _plain_weights() -> dict[str, Any]:
     """Ask for dequantized weights; transformers before GgufConfig gives no others."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-@dataclass
-class RuntimeConfig:
-    """How the target and the heads are run, in both arms of a measurement."""
-
-    threads: int | None = None
-    """CPU threads of one process; null leaves torch's own choice."""
-
-    def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"runtime.threads={self.threads}: need at least 1, or null")
-
-    def apply(self) -> None:
-        """Set the number of threads of this process."""
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)

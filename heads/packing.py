@@ -28,7 +28,26 @@ def pack_weight(weight_WD: Tensor) -> Tensor:
 
 def packed_linear(hidden: Tensor, packed_WD: Tensor, bias_W: Tensor | None = None) -> Tensor:
     """Return hidden [.., D] times a packed weight [W, D]; no gradient."""
+    if not packed_WD.is_mkldnn:  # a stand-in, while a compiler traces
+        return torch.ops.headstart.packed_linear(hidden, packed_WD, bias_W)
+    return _product(hidden, packed_WD, bias_W)
+
+
+def _product(hidden: Tensor, packed_WD: Tensor, bias_W: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(hidden, packed_WD, bias_W, "none", [], "")
+
+
+# An operator of our own, because the compiler takes packed weights of the kernels' operator for
+# constants, and layers that share a graph are given theirs.
+LIBRARY = torch.library.Library("headstart", "DEF")
+LIBRARY.define("packed_linear(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor")
+for _key in ("CPU", "MkldnnCPU"):
+    LIBRARY.impl("packed_linear", _product, _key)
+
+
+@torch.library.register_fake("headstart::packed_linear", lib=LIBRARY)
+def _shape_of_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
 
 
 class PackedLinear(nn.Module):

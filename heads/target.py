@@ -5,13 +5,14 @@ Shapes: B rows, T tokens, D width, V vocabulary, N tree nodes, R rows of a pass.
 the output of the last layer AFTER the final norm.
 """
 
+import contextlib
 import hashlib
 import inspect
 import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headstart.heads.cache import KVCache
 from headstart.heads.packing import pack_linears
 from headstart.heads.parts import TargetParts
+
+if TYPE_CHECKING:
+    from headstart.heads.runtime import CompiledTarget
 
 AUX_CONVENTION = "hidden_states[s]"  # s = input of layer s; stored with every artifact
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
@@ -117,6 +121,7 @@ class Target:
         self.fingerprint = fingerprint(model, tokenizer)
         self.tokenizer_size = _tokenizer_size(tokenizer, self.shape.vocab_size)
         self.stop_ids = _stop_ids(model, tokenizer)
+        self.compiled: CompiledTarget | None = None  # set by RuntimeConfig.attach
         self._check_readout()
         _warn_of_penalties(model)
 
@@ -131,6 +136,8 @@ class Target:
         head.to(self.device, self.dtype).eval().requires_grad_(False)
         if self.parts.readout.packed_WD is not None:
             pack_linears(head)
+        if self.compiled is not None:
+            self.compiled.adopt(head)
 
     @torch.no_grad()
     def forward(
@@ -190,6 +197,8 @@ class Target:
                 f"{self.name}: {self.cannot_decode} cannot be rolled back after a rejected draft; "
                 "only training from captured features works with this target"
             )
+        if self.compiled is not None:
+            self.compiled.prepare(batch)
         return KVCache(
             batch,
             max_len,
@@ -222,7 +231,11 @@ class Target:
         starts = torch.tensor(lengths, device=self.device)[:, None]
         positions_RN = (starts + depth_RN).clamp(max=self.shape.max_positions - 1)
         mask = cache.open(positions_RN, visible_RNN, rows=rows)
-        return self.forward(tokens_RN.clamp(min=0), positions_RN, mask=mask, cache=cache, taps=taps)
+        mode = "compiled" if rows is None else "eager"  # prefills, of any length, name their rows
+        with contextlib.nullcontext() if self.compiled is None else self.compiled.within(mode):
+            return self.forward(
+                tokens_RN.clamp(min=0), positions_RN, mask=mask, cache=cache, taps=taps
+            )
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Return the target's own logits [.., V] from post-norm states [.., D]."""

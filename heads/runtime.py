@@ -1,0 +1,197 @@
+"""How the target and the heads are run: eagerly, or with their layers compiled, in every arm alike.
+
+`RuntimeConfig.attach` compiles a target; a head is compiled when the target adopts it. All graphs
+are made when a cache or a drafting state is asked for, before any clock runs: two small passes that
+differ in every size are watched, and what they called is compiled. Prefills stay eager.
+Shapes: R rows, N new tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils._triton import has_triton
+
+from headstart.heads.base import DraftHead
+from headstart.heads.compiled import Compilation, Compiler, Layer
+from headstart.heads.parts import TargetParts
+from headstart.heads.replay import CudaRecorder
+from headstart.heads.target import Target
+
+PARTS = ("target", "drafter")
+# Sizes of the two passes that are watched; no two of one pass may be the same.
+ROWS, TOKENS, LENGTHS, MAX_LENGTHS = (2, 3), (5, 7), (100, 200), (300, 450)
+
+
+@dataclass
+class RuntimeConfig:
+    """How the target and the heads are run, in both arms of a measurement."""
+
+    threads: int | None = None
+    """CPU threads of one process; null leaves torch's own choice."""
+    compile: list[str] = field(default_factory=list)
+    """Parts whose layers are compiled: target, drafter; none: everything is run eagerly."""
+    cuda_graphs: bool | None = None
+    """Replay compiled layers as CUDA graphs; null: where there is a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"runtime.threads={self.threads}: need at least 1, or null")
+        unknown = [part for part in self.compile if part not in PARTS]
+        if unknown:
+            raise ValueError(
+                f"runtime.compile={self.compile}: unknown {', '.join(unknown)}; expected any of "
+                f"{', '.join(PARTS)}"
+            )
+        if "drafter" in self.compile and "target" not in self.compile:
+            raise ValueError(
+                f"runtime.compile={self.compile}: a compiled drafter beside an eager target makes "
+                "an unequal comparison; add target"
+            )
+
+        if self.cuda_graphs and not self.compile:
+            raise ValueError("runtime.cuda_graphs=true needs compiled layers: set runtime.compile")
+
+    def apply(self) -> None:
+        """Set the number of threads of this process."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+    def attach(self, target: Target) -> None:
+        """Compile a target's layers, and have it compile the heads it adopts; nothing if eager.
+
+        Raises RuntimeError where there is no compiler, or a layer that cannot be compiled.
+        """
+        if not self.compile or target.compiled is not None:
+            return
+        _require_compiler(target.device)
+        recorder = CudaRecorder() if self._wants_cuda_graphs(target.device) else None
+        compiler = Compiler(Compilation(list(self.compile)), recorder)
+        target.compiled = CompiledTarget(compiler, target)
+        target.compiled.prepare(batch=1)
+
+    def _wants_cuda_graphs(self, device: torch.device) -> bool:
+        if self.cuda_graphs and device.type != "cuda":
+            raise ValueError(
+                f"runtime.cuda_graphs=true but the target is on {device}: use null or false there"
+            )
+        return device.type == "cuda" and self.cuda_graphs is not False
+
+
+@dataclass
+class CompiledPasses:
+    """The compiled layers of a target or of a head, and the passes that show their sizes."""
+
+    compiler: Compiler
+    modules: Sequence[nn.Module]
+    passes: Callable[[int, int, int], None]
+    """Runs the layers once: rows, tokens, and which of the two passes."""
+    _layers: list[Layer] = field(init=False)
+    _done: set[tuple[bool, bool]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._layers = self.compiler.take(self.modules)
+
+    def prepare(self, batch: int) -> None:
+        """Make every graph that passes of up to `batch` rows can need, unless they are there."""
+        classes = {(many, several) for many in {False, batch > 1} for several in (False, True)}
+        for many, several in sorted(classes - self._done):
+            self._done.add((many, several))
+            self.compiler.learn(
+                self._layers,
+                lambda turn, many=many, several=several: self.passes(
+                    ROWS[turn] if many else 1, TOKENS[turn] if several else 1, turn
+                ),
+            )
+
+
+class CompiledTarget:
+    """A target's compiled layers; it compiles the heads that the target adopts too."""
+
+    def __init__(self, compiler: Compiler, target: Target) -> None:
+        self.info, self._compiler, self._parts = compiler.info, compiler, target.parts
+        self._passes = CompiledPasses(compiler, target.layers, _target_passes(target))
+        self.prepare, self.within = self._passes.prepare, compiler.within
+        self.clock = compiler.clock
+
+    def adopt(self, head: DraftHead) -> None:
+        """Have a head's layers run compiled where it drafts, if drafters are to be."""
+        if "drafter" not in self.info.parts:
+            return
+        compiler = self._compiler
+        modules = head.layers_to_compile()
+        passes = CompiledPasses(compiler, modules, _head_passes(head, self._parts))
+        new_state, extend, step = head.new_state, head.extend, head.step
+
+        def prepared(batch: int, *args: Any) -> Any:
+            passes.prepare(batch)
+            return new_state(batch, *args)
+
+        def extended(*args: Any, rows: Sequence[int] | None = None) -> Any:
+            with compiler.within("compiled" if rows is None else "eager"):
+                return extend(*args, rows=rows)
+
+        def stepped(*args: Any) -> Any:
+            with compiler.within("compiled"):
+                return step(*args)
+
+        head.new_state, head.extend, head.step = prepared, extended, stepped
+
+
+def _target_passes(target: Target) -> Callable[[int, int, int], None]:
+    def run(rows: int, tokens: int, turn: int) -> None:
+        cache = target.new_cache(rows, MAX_LENGTHS[turn], tokens)
+        cache.advance([LENGTHS[turn]] * rows)
+        ids_RN = torch.zeros(rows, tokens, dtype=torch.int64, device=target.device)
+        depth_RN = torch.arange(tokens, device=target.device).expand(rows, -1)
+        causal_NN = torch.ones(tokens, tokens, dtype=torch.bool, device=target.device).tril()
+        target.pass_over(ids_RN, depth_RN, causal_NN.expand(rows, -1, -1), cache)
+
+    return run
+
+
+def _head_passes(head: DraftHead, parts: TargetParts) -> Callable[[int, int, int], None]:
+    device, dtype = parts.readout.weight_WD.device, parts.readout.weight_WD.dtype
+    width = head.shape.hidden_size * max(1, len(head.aux_features))
+    steps = (head.max_depth or 2) - head.depths_at_once
+
+    def run(rows: int, tokens: int, turn: int) -> None:
+        state = head.new_state(rows, MAX_LENGTHS[turn], (steps + 1) * tokens, parts)
+        if getattr(state, "cache", None) is not None:
+            state.cache.advance([LENGTHS[turn]] * rows)
+        ids_RM = torch.zeros(rows, tokens, dtype=torch.int64, device=device)
+        hidden_RMF = torch.zeros(rows, tokens, width, dtype=dtype, device=device)
+        head.extend(state, ids_RM, hidden_RMF, [tokens] * rows, parts)
+        for step in range(steps):
+            slot = 1 + (step - 1) * tokens if step else 0  # of the first node of the level above
+            head.step(state, ids_RM, torch.full_like(ids_RM, slot), parts)
+
+    return run
+
+
+def _require_compiler(device: torch.device) -> None:
+    if device.type == "cuda":
+        if not has_triton():
+            raise RuntimeError(
+                "runtime.compile: torch's compiler needs triton on this GPU; install it, or use "
+                "runtime=eager"
+            )
+        return
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise RuntimeError(
+            "runtime.compile: no C++ compiler found; install g++ or name one in CXX, or use "
+            "runtime=eager"
+        ) from error
+
+
+def late_warning(info: Compilation | None) -> list[str]:
+    """Return the warning that a result carries when something was compiled while the clock ran."""
+    if info is None or not info.late:
+        return []
+    return [f"runtime: {info.late} graphs were compiled while the clock ran; times include that"]
