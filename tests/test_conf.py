@@ -27,6 +27,7 @@ GIVEN = {
     "verify": ["store=features"],
     "train": ["rows=rows"],
     "eval": ["checkpoints=[head]"],
+    "tree": ["checkpoint=head"],
     "report": ["results=[result]"],
     "pipeline": [],
 }

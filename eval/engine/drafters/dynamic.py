@@ -33,11 +33,16 @@ class DynamicHeadDrafter(HeadBacked):
         self.draft_calls = shape.levels - 1
 
     def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
-        """Grow the candidates level by level, below the best of each, and keep the best of all."""
-        B, k = len(root_B), self.shape.top_k
-        none_B1 = torch.full_like(root_B[:, None], -1)
-        worth_B1 = torch.zeros(B, 1, device=root_B.device)
-        levels = [self._children(self._logits_BKW[:B, :1], worth_B1, none_B1)]
+        """Grow the candidates and keep the best of all of them."""
+        return best_tree(root_B, self.grow(len(root_B)), self.shape)
+
+    def grow(self, B: int) -> Candidates:
+        """Return the candidates of the first B rows, grown below the best of each level."""
+        k = self.shape.top_k
+        first_B1W = self._logits_BKW[:B, :1]
+        none_B1 = torch.full((B, 1), -1, device=first_B1W.device)
+        worth_B1 = torch.zeros(B, 1, device=first_B1W.device)
+        levels = [self._children(first_B1W, worth_B1, none_B1)]
         created = stepped = 0  # candidates and state slots that came before the last level's
         while len(levels) < self.shape.levels:
             last = levels[-1]
@@ -52,7 +57,7 @@ class DynamicHeadDrafter(HeadBacked):
             levels.append(self._children(logits_BMW, worth_BM, created + best_BM))
             created += last.tokens_BC.shape[1]
             stepped += last.tokens_BC.shape[1] // k
-        return best_tree(root_B, Candidates.joined(levels), self.shape)
+        return Candidates.joined(levels)
 
     def _children(self, logits_BMW: Tensor, worth_BM: Tensor, parents_BM: Tensor) -> Candidates:
         """Return the top-k children of expanded nodes, whose log values are worth_BM."""
