@@ -78,13 +78,15 @@ def test_on_a_cycle_the_exact_heads_best_token_is_the_targets_at_every_place(fam
 
 
 def test_on_a_markov_text_every_rank_is_the_tokens_place_in_the_heads_row() -> None:
-    """The head drafts by one law, the target speaks by another."""
-    target, other = target_of(markov(LAWS.tolist())), target_of(markov(LAWS.roll(3, 1).tolist()))
-    head = markov_head(other)
+    """After token i the head drafts by the target's row of token i + 3."""
+    target = target_of(markov(LAWS.tolist()))
+    head = markov_head(target)
+    with torch.no_grad():
+        head.fc.weight.copy_(head.fc.weight.roll(3, dims=0))
     prompts = [Request(f"p{i}", (i,), 9) for i in range(8)]
     answers = _answers(target, prompts)
     found = collect(target, head, prompts, answers, depth=3, ranks=8)
-    place_VV = (-LAWS.roll(3, 1)).argsort(dim=1, stable=True).argsort(dim=1)
+    place_VV = (-LAWS.roll(-3, dims=0)).argsort(dim=1, stable=True).argsort(dim=1)
     rows = iter(found.ranks_PK.tolist())
     for answer in answers:
         for start in range(len(answer) - 1):
@@ -177,17 +179,17 @@ def _replayed(found: Acceptance, tree: TreeConfig) -> float:
     return replay(accepted.tolist(), found.lengths)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("vocab", [None, 64])
+@pytest.mark.parametrize(("temperature", "vocab"), [(0.0, None), (0.8, 64)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_replay_has_the_tau_of_the_real_drafter_on_the_same_prompts(
     family: str, vocab: int | None, temperature: float
 ) -> None:
-    """fp32: equal, prompt by prompt, for chains, static and dynamic trees, cut rounds included."""
-    target = target_of(tiny_model(hidden=32, layers=8))
+    """fp32: equal for chains, static and dynamic trees, shortened and cut rounds included."""
+    target = target_of(tiny_model(layers=8))
     options = {"num_heads": 3} if family in ("medusa", "hydra_heads") else {}
     head = make_head(family, target, seed=None, vocab=vocab and some_vocab(vocab), **options)
-    prompts = requests(9, 40, longest=20)
+    _break_ties(head)
+    prompts = requests(6, 24, longest=20)
     sampling = SamplingConfig(temperature=temperature, seed=3)
     answers = _answers(target, prompts, sampling)
     grown = () if family == "medusa" else (2, 4)
@@ -201,17 +203,25 @@ def test_a_replay_has_the_tau_of_the_real_drafter_on_the_same_prompts(
         measured = sum(r.emitted for r in rounds) / len(rounds)
         assert _replayed(found, tree) == measured
         accepted += sum(r.accepted for r in rounds)
-    assert accepted > 0 or vocab is not None
+    assert accepted > 0
+
+
+def _break_ties(head: DraftHead) -> None:
+    """Shift the starting weights a little: where two values tie, rounding would decide."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
 
 
 def test_rows_of_other_lengths_do_not_change_what_a_prompt_has() -> None:
     target = target_of(tiny_model())
     head = make_head("eagle", target, seed=None)
-    prompts = [replace(r, max_new_tokens=4 + i) for i, r in enumerate(requests(20, 10))]
+    prompts = [replace(r, max_new_tokens=4 + i) for i, r in enumerate(requests(18, 10))]
     answers = _answers(target, prompts)
     together = collect(target, head, prompts, answers, depth=3, ranks=5, top_k=(3,))
     start = np.cumsum([0, *together.lengths])
-    for i in (0, 7, 19):
+    for i in (0, 17):
         alone = collect(target, head, [prompts[i]], [answers[i]], depth=3, ranks=5, top_k=(3,))
         places = slice(start[i], start[i + 1])
         assert (alone.ranks_PK == together.ranks_PK[places]).all()
