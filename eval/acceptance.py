@@ -89,10 +89,10 @@ def collect(
             "drafted; choose other prompts or raise eval.max_new_tokens"
         )
     calibration = Calibration()
-    watchers: list[_TruePath | _Grown] = [_TruePath(head, target.parts, depth, ranks)]
+    watchers: list[TruePath | Grown] = [TruePath(head, target.parts, depth, ranks)]
     for k in sorted(top_k):
         record = calibration if k == max(top_k) else None
-        watchers.append(_Grown(head, target.parts, k, depth, record))
+        watchers.append(Grown(head, target.parts, k, depth, record))
     # The longest first, so that rows which have ended are the last ones of a group.
     by_length = sorted(range(len(answers)), key=lambda i: -len(answers[i]))
     seen: list[list[list[np.ndarray]]] = [[[] for _ in answers] for _ in watchers]
@@ -120,7 +120,7 @@ class _Walk:
         head: DraftHead,
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
-        watchers: Sequence["_TruePath | _Grown"],
+        watchers: Sequence["TruePath | Grown"],
     ) -> None:
         self.watchers, self.prompts, self.answers = watchers, prompts, answers
         texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
@@ -156,7 +156,7 @@ class _Walk:
         return torch.tensor(padded, device=self.tokens_BT.device)
 
 
-class _TruePath(HeadBacked):
+class TruePath(HeadBacked):
     """Feeds the head the target's own continuation and ranks each of its tokens."""
 
     def __init__(self, head: DraftHead, parts: TargetParts, depth: int, ranks: int) -> None:
@@ -182,7 +182,7 @@ class _TruePath(HeadBacked):
         return rank_B.masked_fill(truth_B < 0, UNKNOWN)
 
 
-class _Grown(DynamicHeadDrafter):
+class Grown(DynamicHeadDrafter):
     """Grows all candidates of a dynamic tree and finds the target's path among them."""
 
     def __init__(

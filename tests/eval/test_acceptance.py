@@ -22,7 +22,15 @@ from models import (
     tokens_of,
 )
 
-from headstart.eval.acceptance import FAR, UNKNOWN, Acceptance, collect, true_nodes, value_orders
+from headstart.eval.acceptance import (
+    FAR,
+    UNKNOWN,
+    Acceptance,
+    TruePath,
+    collect,
+    true_nodes,
+    value_orders,
+)
 from headstart.eval.engine.decode import Request
 from headstart.eval.engine.drafters.build import head_drafter
 from headstart.eval.engine.dynamic_tree import Candidates, best_first
@@ -30,7 +38,7 @@ from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree_config import TreeConfig
 from headstart.eval.tree_search import orders, replay
 from headstart.heads.base import DraftHead
-from headstart.heads.target import Target
+from headstart.heads.target import Target, pick_features
 
 GREEDY = SamplingConfig()
 GOLDEN = [[0.1, 0.6, 0.2, 0.1], [0.05, 0.05, 0.8, 0.1], [0.5, 0.3, 0.1, 0.1], [0.4, 0.1, 0.1, 0.4]]
@@ -131,6 +139,26 @@ def _two_best(roots: list[int], levels: int) -> float:
         if levels == 2:
             total += sum(q * sum(sorted(GOLDEN[token])[-2:]) for token, q in children)
     return total
+
+
+@pytest.mark.parametrize("family", ["medusa", "hydra_heads", "eagle", "eagle3"])
+def test_a_path_that_the_drafter_drafts_has_the_ranks_it_was_drafted_by(family: str) -> None:
+    """Every token after the first is ranked by a head that was fed those before it."""
+    target = target_of(tiny_model(layers=8))
+    options = {"num_heads": 4} if family in ("medusa", "hydra_heads") else {}
+    head = make_head(family, target, vocab=some_vocab(64), **options)
+    path = (1, 2, 0, 3)
+    tree = TreeConfig("path", choices=[list(path[:length]) for length in (1, 2, 3, 4)])
+    watchers = [head_drafter(head, target.parts, tree, GREEDY), TruePath(head, target.parts, 4, 5)]
+    tokens_BM = torch.randint(128, (3, 6), generator=torch.Generator().manual_seed(0))
+    output = target.forward(tokens_BM, taps=head.aux_features)
+    features = pick_features(output.hidden_BTD, output.aux, head.aux_features)
+    for watcher in watchers:
+        watcher.start(3, 16)
+        watcher.observe(tokens_BM[:, 1:], features[:, :-1], [5, 5, 5])
+    place_B = torch.full((3,), 5)
+    drafted = watchers[0].propose(tokens_BM[:, -1], place_B, place_B).tokens_BN[:, 1:]
+    assert watchers[1].look(drafted).tolist() == [list(path)] * 3
 
 
 # Nodes of dynamic trees.
