@@ -52,6 +52,7 @@ COMMANDS = {
     ),
     "train": Command("headstart.train.run", "TrainRun", "rows -> a head checkpoint"),
     "eval": Command("headstart.eval.run", "EvalRun", "heads + prompts -> figures and a report"),
+    "tree": Command("headstart.eval.tree_run", "TreeRun", "a head + prompts -> its fastest tree"),
     "report": Command("headstart.eval.report_run", "ReportRun", "results -> one leaderboard"),
     "plan": Command(
         "headstart.eval.plan", "PlanRun", "a model and a device -> what drafting would buy"
@@ -180,12 +181,17 @@ def _refuse_bad_overrides(name: str, overrides: list[str]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _refuse_sweep(name, overrides)
-            config = load_config(name, [o for o in overrides if not o.startswith("hydra.")])
+            config = load_config(name, [o for o in overrides if _counts(o)])
         _refuse_unwritable(config.out)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SystemExit(f"headstart {name}: {explain(error)}") from None
     finally:
         GlobalHydra.instance().clear()
+
+
+def _counts(override: str) -> bool:
+    """Tell the options of a command from Hydra's own, of which a search path decides on them."""
+    return not override.startswith("hydra.") or override.startswith("hydra.searchpath=")
 
 
 def _refuse_sweep(name: str, overrides: list[str]) -> None:

@@ -27,6 +27,7 @@ GIVEN = {
     "verify": ["store=features"],
     "train": ["rows=rows"],
     "eval": ["checkpoints=[head]"],
+    "tree": ["checkpoint=head"],
     "report": ["results=[result]"],
     "plan": [],
     "pipeline": [],
@@ -62,7 +63,8 @@ def choices(command_name: str) -> dict[str, str]:
 
 def every_option() -> Iterator[tuple[str, str]]:
     for name in cli.COMMANDS:
-        for group in choices(name):
+        # One place stands for all that take options of the same group.
+        for group in {group.split("@")[0]: group for group in choices(name)}.values():
             known = options(group.split("@")[0])
             for option in EXPERIMENTS[name] if group == "experiment" else known:
                 yield name, f"{group}={option}"

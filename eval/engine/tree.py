@@ -1,12 +1,10 @@
-"""Draft trees: static shapes, the trees best for given accuracies, and a batch of drafted trees.
+"""Draft trees: static shapes and a batch of drafted trees.
 
 Node 0 is the root, the newest emitted token; every other node is a drafted token that continues the
 path to its parent. Only tokens and parents are primary, the rest is derived by `topology`.
 Shapes: B rows, N tree nodes (root included), C most children of a node, V target vocabulary.
 """
 
-import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -298,56 +296,3 @@ def _check_choices(paths: Sequence[Path]) -> None:
                 f"tree.choices: path {list(path)} has no parent; add {list(path[:-1])}"
             )
         known.add(path)
-
-
-def differences(cumulative: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return accuracy by rank, [depth][rank], from top-1, top-2, .. accuracies."""
-    return [
-        [value - before for before, value in zip([0.0, *row], row, strict=False)]
-        for row in cumulative
-    ]
-
-
-def static_tree(
-    accuracies: Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
-) -> list[Path]:
-    """Return the num_nodes paths (root not counted) of highest value, best first.
-
-    accuracies[d][r] is the share of positions at which rank r of depth d is the target's token. A
-    node is worth the product along its path; ties go to the shallower, then the lexicographically
-    first. Optimal where accuracies fall with rank (the heap search of Medusa, arXiv 2401.10774).
-    Raises ValueError for cumulative accuracies and when there are not num_nodes paths.
-    """
-    for depth, row in enumerate(accuracies):
-        if min(row) < 0 or sum(row) > 1 + 1e-6:
-            raise ValueError(
-                f"accuracies of depth {depth} sum to {sum(row):.3f} with minimum {min(row):.3f}: "
-                "need shares by rank; pass cumulative ones through differences()"
-            )
-    levels = len(accuracies) if max_depth is None else min(max_depth, len(accuracies))
-    heap = [(-accuracies[0][0], 1, (0,))] if levels > 0 else []
-    chosen: list[Path] = []
-    while len(chosen) < num_nodes:
-        if not heap:
-            raise ValueError(
-                f"tree.nodes={num_nodes} but only {len(chosen)} paths exist at depth {levels}; "
-                "lower tree.nodes"
-            )
-        path = heapq.heappop(heap)[2]
-        chosen.append(path)
-        sibling, child = (*path[:-1], path[-1] + 1), (*path, 0)
-        for new in (sibling, child):
-            if len(new) <= levels and new[-1] < len(accuracies[len(new) - 1]):
-                heapq.heappush(heap, (-_value(new, accuracies), len(new), new))
-    return chosen
-
-
-def expected_accepted(
-    choices: Sequence[Sequence[int]], accuracies: Sequence[Sequence[float]]
-) -> float:
-    """Return the drafted tokens a round that a tree gets accepted, depths taken as independent."""
-    return math.fsum(_value(path, accuracies) for path in choices)
-
-
-def _value(path: Sequence[int], accuracies: Sequence[Sequence[float]]) -> float:
-    return math.prod(accuracies[depth][rank] for depth, rank in enumerate(path))

@@ -14,6 +14,7 @@ from models import (
     cycle,
     make_head,
     markov,
+    markov_head,
     requests,
     run,
     some_vocab,
@@ -47,20 +48,6 @@ LAWS = torch.rand(8, 8, generator=torch.Generator().manual_seed(1)) ** 3 + 0.02
 LAWS = LAWS / LAWS.sum(-1, keepdim=True)
 
 
-def _markov_head(target: Target) -> DraftHead:
-    """Return an EAGLE head of a MARKOV target that drafts by the target's own law."""
-    head = make_head("eagle", target, seed=None)
-    V = target.shape.vocab_size
-    with torch.no_grad():
-        for layer in head.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        head.fc.bias.zero_()
-        # Embeddings are 4 e_i, states after the norm sqrt(V) e_i.
-        head.fc.weight.copy_(torch.cat((torch.eye(V) * V**0.5 / 4, torch.zeros(V, V)), dim=1))
-    return head
-
-
 def _drafts(drafter: DynamicHeadDrafter, roots: list[int]) -> DraftTree:
     """Return what is drafted right after these roots, one a row."""
     root_B = torch.tensor(roots)
@@ -74,7 +61,7 @@ def _drafts(drafter: DynamicHeadDrafter, roots: list[int]) -> DraftTree:
 
 def _of_laws(rows: list[list[float]], shape: DynamicShape) -> DynamicHeadDrafter:
     target = target_of(markov(rows))
-    return DynamicHeadDrafter(_markov_head(target), target.parts, shape)
+    return DynamicHeadDrafter(markov_head(target), target.parts, shape)
 
 
 def _mask(tree: DraftTree) -> str:
@@ -110,7 +97,7 @@ def test_p45_the_golden_candidates_are_kept_by_value() -> None:
 def test_p45_one_hot_rows_draft_a_chain_with_every_parent_present(dtype: torch.dtype) -> None:
     target = target_of(cycle().to(dtype))
     shape = DynamicShape(top_k=2, levels=3, total=4)
-    drafter = DynamicHeadDrafter(_markov_head(target), target.parts, shape)
+    drafter = DynamicHeadDrafter(markov_head(target), target.parts, shape)
     drafter.start(1, 16)
     drafter.observe(torch.tensor([[5]]), torch.zeros(1, 1, 8, dtype=dtype), [1])
     tree = drafter.propose(torch.tensor([5]), torch.tensor([1]), torch.tensor([0]))
@@ -131,7 +118,7 @@ def test_p45_equal_scores_in_fp16_keep_the_shallower_and_every_parent() -> None:
 def test_p45_a_head_in_fp16_that_knows_nothing_drafts_the_lowest_ids_shallow_first() -> None:
     target = target_of(markov([[0.25] * 4] * 4).half())
     drafter = DynamicHeadDrafter(
-        _markov_head(target), target.parts, DynamicShape(top_k=2, levels=3, total=7)
+        markov_head(target), target.parts, DynamicShape(top_k=2, levels=3, total=7)
     )
     drafter.start(1, 16)
     drafter.observe(torch.tensor([[0]]), torch.zeros(1, 1, 4, dtype=torch.float16), [1])
@@ -317,7 +304,7 @@ def test_sampled_output_with_a_dynamic_tree_is_the_plain_one(
     target = target_of(markov(rows.tolist()))
     other = target_of(markov((0.7 * rows + 0.3 * rows.roll(1, dims=-1)).tolist()))
     sampling = SamplingConfig(temperature=temperature, top_p=0.95, seed=7)
-    drafter = DynamicHeadDrafter(_markov_head(other), other.parts, shape)
+    drafter = DynamicHeadDrafter(markov_head(other), other.parts, shape)
     assert drafter.scheme == "b"
     prompts = [Request(f"p{i}", (i % 8, 3), 24) for i in range(64)]
     done = run(target, drafter, prompts, sampling=sampling, batch_size=16)
@@ -328,7 +315,7 @@ def test_sampled_output_with_a_dynamic_tree_is_the_plain_one(
 
 def test_the_exact_head_of_a_cycle_is_accepted_to_the_last_level() -> None:
     target = target_of(cycle())
-    drafter = DynamicHeadDrafter(_markov_head(target), target.parts, SMALL)
+    drafter = DynamicHeadDrafter(markov_head(target), target.parts, SMALL)
     done = run(target, drafter, [Request("p", (0,), 1 + 4 * 5)])["p"]
     assert done.token_ids == [(1 + i) % 8 for i in range(21)]
     assert [(r.accepted, r.emitted, r.drafted, r.depth_max, r.stop) for r in done.rounds] == [
@@ -338,7 +325,7 @@ def test_the_exact_head_of_a_cycle_is_accepted_to_the_last_level() -> None:
 
 def test_rounds_record_each_rows_own_shape() -> None:
     target = target_of(markov(LAWS.tolist()))
-    drafter = DynamicHeadDrafter(_markov_head(target), target.parts, SMALL)
+    drafter = DynamicHeadDrafter(markov_head(target), target.parts, SMALL)
     drafts = {}
 
     def recorded(root_B: Tensor, *args: Tensor) -> DraftTree:

@@ -1,40 +1,11 @@
-"""Tree shapes, drafted trees and the static trees of published accuracies."""
-
-import math
+"""Tree shapes and drafted trees."""
 
 import pytest
 import torch
 
-from headstart.eval.engine.tree import (
-    DraftTree,
-    TreeShape,
-    differences,
-    expected_accepted,
-    static_tree,
-)
+from headstart.eval.engine.tree import DraftTree, TreeShape
 
 GOLDEN = [[1], [0], [0, 1], [1, 0], [0, 0], [0, 0, 0]]
-CUMULATIVE = {
-    "7B": """.560 .672 .727 .760 .780 | .316 .424 .485 .528 .562 | .201 .288 .348 .383 .417
-             .147 .225 .274 .311 .340 | .118 .187 .235 .272 .300""",
-    "13B": """.594 .705 .758 .792 .816 | .340 .440 .507 .546 .580 | .216 .309 .361 .403 .436
-              .150 .232 .288 .323 .354 | .122 .196 .243 .279 .307""",
-    "33B": """.605 .716 .765 .798 .822 | .356 .469 .529 .569 .596 | .225 .320 .379 .421 .446
-              .160 .249 .307 .348 .376 | .137 .207 .262 .298 .326""",
-}
-SIZES = [4, 7, 10, 15, 25, 31, 63]
-EXPECTED = {
-    "7B": [0.9094, 1.0354, 1.1266, 1.2106, 1.2890, 1.3168, 1.3841],
-    "13B": [0.9664, 1.1028, 1.1985, 1.2915, 1.3787, 1.4071, 1.4808],
-    "33B": [0.9997, 1.1367, 1.2302, 1.3238, 1.4164, 1.4456, 1.5220],
-}
-CHAIN_OF_5 = {"7B": 0.7784, "13B": 0.8469, "33B": 0.8777}
-
-
-def _cumulative(model: str) -> list[list[float]]:
-    """Top-1..5 accuracies by head: training data of FasterDecoding/Medusa (Apache-2.0)."""
-    numbers = [float(word) for word in CUMULATIVE[model].replace("|", "").split()]
-    return [numbers[5 * head : 5 * head + 5] for head in range(5)]
 
 
 def _fill(shape: TreeShape, tokens: list[list[int]]) -> DraftTree:
@@ -179,65 +150,3 @@ def test_check_notices_a_child_that_cannot_have_been_drawn() -> None:
     q_BNV = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
     with pytest.raises(AssertionError, match="probability 0"):
         TreeShape.chain(1).fill(torch.tensor([[1, 0]]), q_BNV).check()
-
-
-def test_static_tree_takes_the_most_valuable_nodes_first() -> None:
-    accuracies = differences(_cumulative("7B"))
-    paths = static_tree(accuracies, 10)
-    expected = [(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3)]
-    assert paths == expected
-    values = [expected_accepted([path], accuracies) for path in paths]
-    published = [0.56, 0.17696, 0.112, 0.06048, 0.055, 0.035569, 0.035392, 0.03416, 0.033, 0.02408]
-    assert values == pytest.approx(published, abs=5e-7)
-
-
-@pytest.mark.parametrize("model", CUMULATIVE)
-def test_static_trees_accept_what_the_published_accuracies_give(model: str) -> None:
-    accuracies = differences(_cumulative(model))
-    accepted = [expected_accepted(static_tree(accuracies, n), accuracies) for n in SIZES]
-    assert accepted == pytest.approx(EXPECTED[model], abs=5e-5)
-    chain = TreeShape.chain(5).choices
-    assert expected_accepted(chain, accuracies) == pytest.approx(CHAIN_OF_5[model], abs=5e-5)
-
-
-def test_every_static_tree_is_a_valid_shape() -> None:
-    accuracies = differences(_cumulative("13B"))
-    for num_nodes in SIZES:
-        shape = TreeShape.from_choices(static_tree(accuracies, num_nodes))
-        shape.check(max_depth=5, top_k=5)
-        assert shape.num_nodes == num_nodes + 1
-
-
-def test_static_tree_beats_every_other_tree_of_its_size() -> None:
-    accuracies = [[0.5, 0.3, 0.1], [0.6, 0.2, 0.1]]
-    grown = {frozenset([(0,)]), frozenset([(1,)]), frozenset([(2,)])}
-    for _ in range(4):
-        grown = {tree | {new} for tree in grown for new in _next_paths(tree)}
-    best = max(expected_accepted(tree, accuracies) for tree in grown)
-    mine = expected_accepted(static_tree(accuracies, 5), accuracies)
-    assert math.isclose(mine, best)
-
-
-def _next_paths(tree: frozenset) -> set:
-    level_1 = {(rank,) for rank in range(3)}
-    level_2 = {(*path, rank) for path in tree if len(path) == 1 for rank in range(3)}
-    return (level_1 | level_2) - tree
-
-
-def test_static_tree_ties_go_to_the_shallower_then_the_lower_ranks() -> None:
-    assert static_tree([[0.5, 0.5], [1.0, 0.0]], 4) == [(0,), (1,), (0, 0), (1, 0)]
-
-
-def test_static_tree_respects_the_depth_limit() -> None:
-    paths = static_tree([[0.9, 0.05], [0.9, 0.05], [0.9, 0.05]], 4, max_depth=2)
-    assert max(len(path) for path in paths) == 2
-
-
-def test_cumulative_accuracies_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"accuracies of depth 0 sum to 3.499.*differences"):
-        static_tree(_cumulative("7B"), 10)
-
-
-def test_more_nodes_than_paths_is_an_error() -> None:
-    with pytest.raises(ValueError, match="tree.nodes=7 but only 6 paths exist at depth 2"):
-        static_tree([[0.5, 0.5], [0.5, 0.5]], 7)

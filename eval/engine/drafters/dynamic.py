@@ -43,12 +43,26 @@ class DynamicHeadDrafter(HeadBacked):
         self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor, limit: DraftLimit
     ) -> DraftTree:
         """Grow the levels that the limit allows; of the nodes, keep those that survive."""
-        B, k = len(root_B), self.shape.top_k
+        levels = self._levels(len(root_B), limit)
+        found = Candidates.joined(levels)
+        if limit.survival > 0:
+            lost_BC = found.log_values_BC < math.log(limit.survival)
+            found.tokens_BC = found.tokens_BC.masked_fill(lost_BC, -1)
+        return best_tree(root_B, found, self.shape.cut(len(levels)))
+
+    def grow(self, B: int) -> Candidates:
+        """Return the candidates of the first B rows, grown below the best of each level."""
+        return Candidates.joined(self._levels(B, FULL))
+
+    def _levels(self, B: int, limit: DraftLimit) -> list[Candidates]:
+        """Grow level by level as far as the limit allows."""
+        k = self.shape.top_k
         wanted = self.shape.levels if limit.depth is None else min(limit.depth, self.shape.levels)
         least = math.log(limit.survival) if limit.survival > 0 else -math.inf
-        none_B1 = torch.full_like(root_B[:, None], -1)
-        worth_B1 = torch.zeros(B, 1, device=root_B.device)
-        levels = [self._children(self._logits_BKW[:B, :1], worth_B1, none_B1)]
+        first_B1W = self._logits_BKW[:B, :1]
+        none_B1 = torch.full((B, 1), -1, device=first_B1W.device)
+        worth_B1 = torch.zeros(B, 1, device=first_B1W.device)
+        levels = [self._children(first_B1W, worth_B1, none_B1)]
         created = stepped = 0  # candidates and state slots that came before the last level's
         while len(levels) < wanted:
             last = levels[-1]
@@ -65,10 +79,7 @@ class DynamicHeadDrafter(HeadBacked):
             levels.append(self._children(logits_BMW, worth_BM, created + best_BM))
             created += last.tokens_BC.shape[1]
             stepped += last.tokens_BC.shape[1] // k
-        found = Candidates.joined(levels)
-        if limit.survival > 0:
-            found.tokens_BC = found.tokens_BC.masked_fill(found.log_values_BC < least, -1)
-        return best_tree(root_B, found, self.shape.cut(len(levels)))
+        return levels
 
     def _children(self, logits_BMW: Tensor, worth_BM: Tensor, parents_BM: Tensor) -> Candidates:
         """Return the top-k children of expanded nodes, whose log values are worth_BM."""
