@@ -3,8 +3,10 @@
 import pytest
 import torch
 from models import GREEDY, make_head, requests, run, target_of, tiny_model
+from scripted import Script, cycle
 
 from headstart.eval.branches import branches
+from headstart.eval.engine.decode import Request
 from headstart.eval.engine.drafters.build import head_drafter
 from headstart.eval.engine.places import places
 from headstart.eval.engine.records import Completion, Round
@@ -86,6 +88,14 @@ def test_accepted_branches_of_a_depth_add_up_to_its_prefix_acceptance(tree, temp
         assert accepted == pytest.approx(share * rounds)
     tried = [b for b in found if b.path == []]
     assert max(tried[0].offered) <= rounds
+
+
+def test_p46_a_stop_token_inside_the_path_leaves_the_node_behind_it_out():
+    # From 0 the target emits 1; 2, 3, 4 are drafted and right, and 3 ends the answer.
+    request = Request("p", (0,), 9)
+    done = run(cycle(), Script([1, 2, 3]), [request], stop_ids=[3])["p"]
+    (cut,) = done.rounds
+    assert (cut.stop, cut.places, cut.offered) == ("cut", [0, 0], [1, 1])
 
 
 def test_plain_decoding_has_no_branches():
