@@ -424,7 +424,7 @@ def _draw_steps(plan: Plan, axes: Axes) -> None:
     axes.set(xlabel="tokens of a pass", ylabel="milliseconds", yscale="log")
     axes.set_ylim(bottom=1e3 * min(step.total for step in steps) / 10)
     _powers_of_two(axes, [2**i for i in range(0, 20, 2) if 2**i <= last])
-    axes.legend(fontsize="small", loc="center left")
+    axes.legend(fontsize="small", loc="lower right")
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
