@@ -108,7 +108,8 @@ def plan_drafts(
     Raises ValueError for drafts deeper than the drafter or than the acceptance is known.
     """
     deepest = min(len(given.accuracies), max_depth)
-    chosen = [k for k in SHOWN_KS if k <= deepest] if ks is None else ks
+    shown = sorted({min(k, deepest) for k in SHOWN_KS})
+    chosen = shown if ks is None else ks
     for k in chosen:
         if k > max_depth:
             raise ValueError(f"ks={ks}: the drafter goes {max_depth} tokens deep; lower {k}")

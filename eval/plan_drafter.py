@@ -117,7 +117,7 @@ class _MetaReadOut(ReadOut):
 
 
 class _Counts:
-    """Counts what a call of a head reads, multiplies and starts."""
+    """Counts what a call of a head reads, multiplies and starts; token embeddings are looked up."""
 
     def __init__(self, head: DraftHead, parts: TargetParts) -> None:
         self._readout = _storage(parts.readout.weight_WD)
@@ -158,14 +158,12 @@ class _Watch(TorchDispatchMode):
             return result
         self.operations += 1
         count_flops = flop_registry.get(operation._overloadpacket)
-        if self._note(operation, tree_leaves((args, kwargs))) and count_flops is not None:
+        if self._note(tree_leaves((args, kwargs))) and count_flops is not None:
             self.flops += count_flops(*args, **kwargs, out_val=result)
         return result
 
-    def _note(self, operation: Any, arguments: Iterable[Any]) -> bool:
+    def _note(self, arguments: Iterable[Any]) -> bool:
         """Note the weights among the arguments; return whether there was one."""
-        if operation is torch.ops.aten.embedding.default:  # reads the rows looked up, not all
-            return False
         weights = [t for t in arguments if isinstance(t, Tensor) and _storage(t) in self._weights]
         for weight in weights:
             key = _storage(weight)

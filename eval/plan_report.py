@@ -419,12 +419,12 @@ def _draw_steps(plan: Plan, axes: Axes) -> None:
     for (label, seconds), style in zip(terms.items(), ("-", "--", "-."), strict=True):
         axes.plot(tokens, [1e3 * s for s in seconds], style, label=label)
     axes.axvline(plan.knee_tokens, color="black", linewidth=1)
-    at_knee = f" knee: {plan.knee_tokens:.0f} tokens"
-    axes.annotate(at_knee, (plan.knee_tokens, 0.03), xycoords=("data", "axes fraction"))
+    at_knee = f"knee: {plan.knee_tokens:.0f} tokens "
+    axes.annotate(at_knee, (plan.knee_tokens, 0.94), xycoords=("data", "axes fraction"), ha="right")
     axes.set(xlabel="tokens of a pass", ylabel="milliseconds", yscale="log")
     axes.set_ylim(bottom=1e3 * min(step.total for step in steps) / 10)
     _powers_of_two(axes, [2**i for i in range(0, 20, 2) if 2**i <= last])
-    axes.legend(fontsize="small", loc="upper left")
+    axes.legend(fontsize="small", loc="lower right")
 
 
 def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:

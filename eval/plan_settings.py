@@ -33,7 +33,7 @@ class PlanRun:
     batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128, 256])
     """Rows decoded together."""
     ks: list[int] | None = None
-    """Drafted tokens of the chains shown; null shows 1, 2, 3, 5 and 7, as far as they go."""
+    """Drafted tokens of the chains shown; null shows 1, 2, 3, 5 and 7, or as far as they go."""
     trees: list[int] = field(default_factory=list)
     """Nodes, root included, of the static trees shown; they need alphas by depth and rank."""
     alphas: Any = None
