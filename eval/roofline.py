@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headstart.eval.engine.tree import expected_accepted, static_tree
+from headstart.eval.tree_search import best_paths, expected_accepted, independent
 
 # Yield
 
@@ -72,11 +72,16 @@ def tree_draft(accuracies: Sequence[Sequence[float]], nodes: int) -> Draft:
     accuracies[d][r] is the share of positions where rank r of depth d is right, independently of
     other depths. Raises ValueError when the accuracies know fewer nodes.
     """
-    paths = static_tree(accuracies, nodes - 1)
+    shares = independent(accuracies)
+    paths = best_paths(shares, nodes - 1, len(accuracies))
+    if len(paths) < nodes - 1:
+        raise ValueError(
+            f"a tree of {nodes} nodes, but the accuracies know {len(paths) + 1}; lower its nodes"
+        )
     parents = {path[:-1] for path in paths}
     depths = range(max(map(len, paths)))
     stepped = tuple(sum(len(parent) == depth for parent in parents) for depth in depths)
-    return Draft(f"tree {nodes}", nodes, 1.0 + expected_accepted(paths, accuracies), stepped)
+    return Draft(f"tree {nodes}", nodes, 1.0 + expected_accepted(paths, shares), stepped)
 
 
 # Time

@@ -30,7 +30,8 @@ from headstart.eval.tree_search import Limits, Option, best, foretell, marginals
 from headstart.files import write_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import check_pairing, load_head
-from headstart.heads.load import RuntimeConfig, TargetConfig, load_target
+from headstart.heads.load import TargetConfig, load_target
+from headstart.heads.runtime import RuntimeConfig
 from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ def run(config: TreeRun) -> None:
     _refuse_what_is_missing(config)
     config.runtime.apply()
     target = load_target(config.target)
+    config.runtime.attach(target)
     find_tree(target, ChatTemplate(target.tokenizer), config)
 
 

@@ -13,7 +13,8 @@ from headstart import cli
 from headstart.data.source import DataConfig
 from headstart.eval.settings import EvalConfig
 from headstart.heads.checkpoint import load_head
-from headstart.heads.runtime import RuntimeConfig, TargetConfig
+from headstart.heads.load import TargetConfig
+from headstart.heads.runtime import RuntimeConfig
 from headstart.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
