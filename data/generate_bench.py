@@ -9,7 +9,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from headstart.data.answering import Ask, EngineBackend, head_for
 from headstart.data.prompts import generate_prompts
 from headstart.data.template import ChatTemplate
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.engine.tree_config import TreeConfig
+from headstart.eval.engine.tree_config import tree_option
 from headstart.heads.load import TargetConfig, load_target
 
 
@@ -64,7 +63,7 @@ def main() -> None:
         )
         for prompt in generate_prompts(config.num_prompts, seed=1, split="heldout")
     ]
-    head, tree = head_for(Path(config.head), target), _tree(config.tree)
+    head, tree = head_for(Path(config.head), target), tree_option(config.tree)
     sampling = SamplingConfig(temperature=config.temperature)
     table = Table(
         title=f"{config.target}, {config.dtype}, {torch.get_num_threads()} threads, "
@@ -111,15 +110,6 @@ def _measure(
     plain, head = (statistics.median(speeds[name]) for name in ("plain", "head"))
     spread = f"{statistics.median(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})"
     return [f"{plain:.1f}", f"{head:.1f}", spread, f"{same} of {len(asks)}"]
-
-
-def _tree(name: str) -> TreeConfig:
-    """Read an option of the `tree` group."""
-    known = {p.name.removesuffix(".yaml"): p for p in (files("headstart.conf") / "tree").iterdir()}
-    if name not in known:
-        raise ValueError(f"tree={name}: no such option; expected one of {', '.join(sorted(known))}")
-    fields = OmegaConf.to_container(OmegaConf.create(known[name].read_text()))
-    return TreeConfig(**{key: value for key, value in fields.items() if key != "defaults"})
 
 
 if __name__ == "__main__":

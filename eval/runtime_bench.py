@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli import CONF, register
 from headstart.data.prompts import generate_prompts
 from headstart.data.template import ChatTemplate
 from headstart.eval.engine.decode import Request
@@ -27,7 +24,7 @@ from headstart.eval.engine.drafters.base import Drafter, NoDrafter
 from headstart.eval.engine.drafters.build import head_drafter
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.engine.tree_config import TreeConfig
+from headstart.eval.engine.tree_config import tree_option
 from headstart.eval.timing import Runner
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
@@ -147,15 +144,9 @@ def _arms(runtime: str, options: argparse.Namespace) -> list[Arm]:
         target.adopt(head)
         watch = Stopwatch(head, target.device)
         for name in options.tree:
-            drafter = head_drafter(head, target.parts, _tree(name), SamplingConfig())
+            drafter = head_drafter(head, target.parts, tree_option(name), SamplingConfig())
             arms.append(Arm(runtime, name, runner, drafter, watch))
     return arms
-
-
-def _tree(name: str) -> TreeConfig:
-    register()
-    with initialize_config_module(CONF, version_base="1.3"):
-        return OmegaConf.to_object(compose(f"tree/{name}").tree)
 
 
 def _print(arms: Sequence[Arm], options: argparse.Namespace) -> None:

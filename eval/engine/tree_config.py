@@ -2,8 +2,9 @@
 
 import re
 from dataclasses import dataclass
+from importlib.resources import files
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.tree import TreeShape
@@ -73,3 +74,15 @@ class TreeConfig:
         if self.depth is not None:
             return f"chain:{self.depth}"
         return f"static:{self.name}" if self.choices is not None else f"dynamic:{self.name}"
+
+
+def tree_option(name: str) -> TreeConfig:
+    """Return an option of the `tree` group. Raises ValueError naming the options there are."""
+    options = {
+        p.name.removesuffix(".yaml"): p for p in (files("headstart.conf") / "tree").iterdir()
+    }
+    if name not in options:
+        known = ", ".join(sorted(options))
+        raise ValueError(f"tree={name}: no such option; expected one of {known}")
+    fields = OmegaConf.to_container(OmegaConf.create(options[name].read_text()))
+    return TreeConfig(**{key: value for key, value in fields.items() if key != "defaults"})

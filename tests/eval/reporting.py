@@ -91,7 +91,7 @@ def made_result(
         tokens = 1 + sum(r.emitted for r in rounds)
         spent = sum(r.t_draft + r.t_verify + r.t_commit for r in rounds) * rng.uniform(0.99, 1.01)
         ids = [rng.randrange(1000) for _ in range(tokens)]
-        arm = Completion(f"q{i}", ids, "length", 1, 0.1, 0.1 + spent, rounds)
+        arm = Completion(f"q{i}", ids, "length", 1, 0.1, 0.1 + spent, rounds=rounds)
         plain_seconds = 0.1 + PLAIN_STEP * (tokens - 1)
         done.append(arm)
         sums.append(

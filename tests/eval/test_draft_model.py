@@ -229,7 +229,7 @@ def test_prompts_longer_than_a_chunk_are_read_whole(tiny, monkeypatch):
 
     want = rounds()
     monkeypatch.setattr("headstart.eval.engine.drafters.draft_model.CHUNK", 4)
-    monkeypatch.setattr("headstart.eval.engine.decode.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("headstart.eval.engine.prefill.PREFILL_CHUNK", 8)
     assert rounds() == want
 
 

@@ -287,7 +287,7 @@ def test_what_changes_no_session_is_no_setting():
     assert left_out == {
         *("eval.repeats", "eval.resamples", "eval.resume", "eval.check_equality"),
         *("eval.force_pairing", "eval.only", "eval.skip_misfits", "eval.training_rows"),
-        "eval.warmup_prompts",
+        *("eval.warmup_prompts", "eval.batch_sizes"),
     }
 
 
