@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.data.audit import Audit
 from headstart.data.conversations import Message
+from headstart.data.template_source import tokenizer_state
 from headstart.data.token_row import TokenRow
 from headstart.data.turns import (
     PROBE,
@@ -59,6 +60,7 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.source = str(tokenizer.get_chat_template())
+        state = tokenizer_state(tokenizer)  # now: its use may change a tokenizer
         self.mask_mode = "markers" if GENERATION.search(self.source) else "boundaries"
         """Where the mask comes from: the template's markers, or rendering boundaries."""
         yes = self._ids([PROBE, answer_of("yes")], generation=False)
@@ -78,13 +80,10 @@ class ChatTemplate:
         probes = self._role_probes()
         self._unheard = {role for role, text in probes.items() if WORD not in text}
         self._markers = self._marker_pattern(yes, probes.values())
-
-    @property
-    def hash(self) -> str:
-        """The 16 hex digits that identify the template text and the special ids."""
-        special = sorted({*self.tokenizer.all_special_ids, self.end_of_turn_id})
-        what = [self.source, special, self.tokenizer.bos_token_id]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+        special = sorted({*tokenizer.all_special_ids, end_of_turn})
+        what = json.dumps([self.source, special, tokenizer.bos_token_id, state], sort_keys=True)
+        self.hash = hashlib.sha256(what.encode()).hexdigest()[:16]
+        """The 16 hex digits that identify the template text, the tokenizer and special ids."""
 
     def stop_ids(self, model_eos: Sequence[int]) -> list[int]:
         """Return the ids that end an answer: the model's own and the end of turn, ascending."""

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from fixtures_chat import (
     BOS,
@@ -11,7 +13,9 @@ from fixtures_chat import (
     merging_chat_tokenizer,
 )
 from models import target_of, tiny_model
+from tokenizers import Tokenizer, normalizers
 from training import CHAT_VOCAB
+from transformers import AutoTokenizer
 
 from headstart.data.features import make_features
 from headstart.data.template import Audit, ChatTemplate, TemplateRefusal, TokenRow
@@ -246,6 +250,34 @@ def test_the_hash_follows_the_template_text_and_the_special_ids():
     no_bos.bos_token = "</s>"
     assert one != ChatTemplate(no_bos).hash
     assert len(one) == 16
+
+
+def test_the_hash_follows_the_order_of_the_merges_p18():
+    """The same vocabulary, merged in the other order, splits "and" otherwise."""
+    one = chat_tokenizer(merges=(("a", "n"), ("n", "d")))
+    state = json.loads(one.backend_tokenizer.to_str())
+    state["model"]["merges"].reverse()
+    backend = Tokenizer.from_str(json.dumps(state))
+    other = chat_tokenizer()
+    other._tokenizer = backend
+    assert one.get_vocab() == other.get_vocab()
+    assert one.tokenize("and") != other.tokenize("and")
+    assert ChatTemplate(one).hash != ChatTemplate(other).hash
+
+
+def test_the_hash_follows_the_normalizer_p18():
+    lower = chat_tokenizer()
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert ChatTemplate(lower).hash != ChatTemplate(chat_tokenizer()).hash
+
+
+def test_the_hash_follows_neither_use_nor_a_copy_on_disk(tmp_path):
+    tokenizer = chat_tokenizer()
+    before = ChatTemplate(tokenizer).hash
+    tokenizer(["a", "bc"], padding=True, truncation=True, max_length=2)
+    assert ChatTemplate(tokenizer).hash == before
+    tokenizer.save_pretrained(tmp_path)
+    assert ChatTemplate(AutoTokenizer.from_pretrained(tmp_path)).hash == before
 
 
 def test_a_maximum_length_of_zero_is_refused():
