@@ -3,7 +3,7 @@
 An answer is what follows the generation prompt, up to and with the end-of-turn token; nothing is
 ever found by searching the rendered conversation. Where the template marks its answers with
 `{% generation %}`, only what it marks is supervised. A row begins with exactly the ids that
-generation sees, for every answer that it supervises.
+generation sees, for every answer that it supervises, whatever the day (see `template_source`).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.data.audit import Audit
 from headstart.data.conversations import Message
-from headstart.data.template_source import tokenizer_state
+from headstart.data.template_source import tokenizer_state, without_clock
 from headstart.data.token_row import TokenRow
 from headstart.data.turns import (
     PROBE,
@@ -60,6 +60,7 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.source = str(tokenizer.get_chat_template())
+        self._text_used = without_clock(self.source, name)
         state = tokenizer_state(tokenizer)  # now: its use may change a tokenizer
         self.mask_mode = "markers" if GENERATION.search(self.source) else "boundaries"
         """Where the mask comes from: the template's markers, or rendering boundaries."""
@@ -84,6 +85,11 @@ class ChatTemplate:
         what = json.dumps([self.source, special, tokenizer.bos_token_id, state], sort_keys=True)
         self.hash = hashlib.sha256(what.encode()).hexdigest()[:16]
         """The 16 hex digits that identify the template text, the tokenizer and special ids."""
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether the template writes today's date, which is held at one day here."""
+        return self._text_used != self.source
 
     def stop_ids(self, model_eos: Sequence[int]) -> list[int]:
         """Return the ids that end an answer: the model's own and the end of turn, ascending."""
@@ -286,7 +292,7 @@ class ChatTemplate:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                given, add_generation_prompt=generation, **how
+                given, chat_template=self._text_used, add_generation_prompt=generation, **how
             )
         except (TemplateError, TypeError) as error:  # TypeError: an expression inside the template
             raise TemplateRefusal(f"refused by the chat template ({error})") from error

@@ -20,16 +20,16 @@ PER_CALL = ("truncation", "padding")
 """Parts of a tokenizer's state that every call sets anew."""
 
 
-def without_clock(source: str) -> str:
-    """Return a template text that writes DAY wherever it would write today's date.
+def without_clock(source: str, name: str) -> str:
+    """Return the template text of tokenizer `name`, writing DAY where it would write today's date.
 
     Raises ValueError where a date's format is not a text inside the call.
     """
     fixed = _TODAY.sub(lambda call: json.dumps(DAY.strftime(call[2])), source)
     if _CALLED.search(fixed):
         raise ValueError(
-            f"the chat template calls {_CLOCK} with something else than a text, so its date cannot "
-            "be held fixed; write the format into the call, or the date itself"
+            f"{name}: the chat template calls {_CLOCK} with something else than a text, so its "
+            "date cannot be held fixed; write the format into the call, or the date itself"
         )
     return fixed
 

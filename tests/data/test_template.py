@@ -280,6 +280,32 @@ def test_the_hash_follows_neither_use_nor_a_copy_on_disk(tmp_path):
     assert ChatTemplate(AutoTokenizer.from_pretrained(tmp_path)).hash == before
 
 
+# Today's date, which some templates write
+
+LLAMA_DATE = """{%- if not date_string is defined %}
+{%- if strftime_now is defined %}{%- set date_string = strftime_now( "%d %b %Y" ) %}{%- endif %}
+{%- endif %}{{ date_string }}"""
+MACRO_DATE = "{% macro day() %}{{ strftime_now('%Y-%m-%d') + '!' }}{% endmacro %}{{ day() }}"
+
+
+@pytest.mark.parametrize(
+    ("dated", "want"), [(LLAMA_DATE, "26 Jul 2024"), (MACRO_DATE, "2024-07-26!")]
+)
+def test_a_template_writes_one_day_whatever_today_is(dated, want):
+    template = ChatTemplate(chat_tokenizer(dated + CHATML))
+    (row,), _ = rows_of(template, chat("x", "y"))
+    for ids in (template.prompt_ids(chat("x")), row.token_ids):
+        assert template.tokenizer.decode(ids).startswith(want + "<|im_start|>user")
+    assert supervised_text(template, row) == "y<|im_end|>"
+    assert template.has_clock
+
+
+def test_a_date_that_cannot_be_held_is_refused():
+    dated = "{% set how = '%Y' %}{{ strftime_now(how) }}" + CHATML
+    with pytest.raises(ValueError, match="calls strftime_now with something else than a text"):
+        ChatTemplate(chat_tokenizer(dated))
+
+
 def test_a_maximum_length_of_zero_is_refused():
     with pytest.raises(ValueError, match="max_length=0"):
         rows_of(ChatTemplate(chat_tokenizer()), chat("a", "b"), max_length=0)
