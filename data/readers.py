@@ -96,7 +96,7 @@ class RowDataset:
     def rows(self) -> Iterator[Row]:
         """Yield every row."""
         for number, row in enumerate(self._data, start=1):
-            yield Place(self.label, "row", number), f"row-{number}", row
+            yield Place(self.label, "row", number), f"row-{number}", _without_nulls(row)
 
     def count(self) -> int | None:
         """Return how many rows there are, or None: a stream has no end before its end."""
@@ -287,8 +287,22 @@ def _table(path: Path) -> Iterator[tuple[int, object]]:
     with _explained_parquet(path), parquet.ParquetFile(path) as file:
         columns = _known_columns(file.schema_arrow.names, str(path))
         batches = file.iter_batches(BATCH, columns=columns, use_threads=False)
-        rows = (row for batch in batches for row in batch.to_pylist())
+        rows = (_without_nulls(row) for batch in batches for row in batch.to_pylist())
         yield from enumerate(rows, start=1)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the nulls at every depth: a table gives each struct the fields of all others.
+
+    So a tool's argument that was null is lost with those that were never there.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    if isinstance(value, list):
+        first = next((item for item in value if item is not None), None)
+        # Lists of token ids are long and hold nothing to look into.
+        return [_without_nulls(v) for v in value] if isinstance(first, dict | list) else value
+    return value
 
 
 def _table_rows(path: Path) -> int:

@@ -99,6 +99,46 @@ def test_null_columns_of_a_table_are_fields_that_are_not_there(tmp_path):
     assert ids(tmp_path / "a.parquet") == ["row 0", "b"]
 
 
+CALLS = [
+    {
+        "id": name,
+        "messages": [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+            },
+        ],
+    }
+    for name, arguments in (("a", {"city": "Oslo"}), ("b", {"query": {"q": "x"}, "n": [1, 2]}))
+]
+
+
+@pytest.mark.parametrize("kind", ["table", "dataset"])
+def test_arguments_in_a_table_hold_no_fields_of_other_rows(tmp_path, kind):
+    from datasets import Dataset
+
+    path = tmp_path / "a.parquet"
+    as_parquet(path, CALLS)
+    if kind == "dataset":
+        path = tmp_path / "saved"
+        Dataset.from_parquet(str(tmp_path / "a.parquet")).save_to_disk(path)
+    kept, _ = read_conversations(path, need_answers=True)
+    assert [c.messages[1]["tool_calls"] for c in kept] == [
+        row["messages"][1]["tool_calls"] for row in CALLS
+    ]
+
+
+def test_a_null_argument_in_json_lines_stays(tmp_path):
+    row = json.loads(json.dumps(CALLS[0]))
+    row["messages"][1]["tool_calls"][0]["function"]["arguments"]["unit"] = None
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (kept,), _ = read_conversations(tmp_path / "a.jsonl", need_answers=True)
+    function = kept.messages[1]["tool_calls"][0]["function"]
+    assert function["arguments"] == {"city": "Oslo", "unit": None}
+
+
 def test_a_table_without_a_known_column_is_an_error_that_lists_its_columns(tmp_path):
     as_parquet(tmp_path / "a.parquet", [{"question": "a", "answer": "b"}])
     with pytest.raises(ValueError, match=r"a\.parquet: has the columns answer, question; need one"):
