@@ -94,9 +94,11 @@ class RowDataset:
     streaming: bool = False
 
     def rows(self) -> Iterator[Row]:
-        """Yield every row."""
-        for number, row in enumerate(self._data, start=1):
-            yield Place(self.label, "row", number), f"row-{number}", _without_nulls(row)
+        """Yield every row. Raises ValueError for a dataset that is damaged."""
+        data = self._data
+        with self._explained():
+            for number, row in enumerate(data, start=1):
+                yield Place(self.label, "row", number), f"row-{number}", _without_nulls(row)
 
     def count(self) -> int | None:
         """Return how many rows there are, or None: a stream has no end before its end."""
@@ -314,7 +316,7 @@ def _table_rows(path: Path) -> int:
 def _explained_parquet(path: Path) -> Iterator[None]:
     try:
         yield
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a page that does not unpack
         told = " ".join(str(error).split())
         raise ValueError(
             f"{path}: not a Parquet file that can be read ({told}); fetch or make it again"

@@ -93,6 +93,15 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, name, damage):
         ids(path)
 
 
+def test_a_damaged_page_of_a_table_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "a.parquet"
+    as_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200] + b"\xff" * 60 + whole[260:])
+    with pytest.raises(ValueError, match=r"a\.parquet: .*make it again"):
+        ids(path)
+
+
 def test_null_columns_of_a_table_are_fields_that_are_not_there(tmp_path):
     rows = [ROWS[0], {"id": "b", "prompt": "x", "completion": "y", "category": "chat"}]
     as_parquet(tmp_path / "a.parquet", rows)
@@ -271,6 +280,18 @@ def test_a_saved_dataset_is_read_by_its_split(saved_dataset, split, count, strea
 def test_a_split_that_is_not_there_is_named_with_those_that_are(saved_dataset):
     with pytest.raises(ValueError, match=r"data\.path=.*saved: .*no split dev; it has test, train"):
         list(opened(saved_dataset, split="dev").rows())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_damaged_dataset_is_an_error_that_names_it(saved_dataset, streaming):
+    rows = opened(saved_dataset, streaming=streaming)
+    (file,) = (saved_dataset / "train").glob("*.arrow")
+    whole = file.read_bytes()
+    next(rows.rows())  # it opens
+    file.write_bytes(whole[: len(whole) // 2])
+    rows = opened(saved_dataset, streaming=streaming)
+    with pytest.raises(ValueError, match=r"data\.path=.*saved: the dataset cannot be loaded"):
+        list(rows.rows())
 
 
 def test_a_dataset_is_named_by_its_content_and_split(saved_dataset):
