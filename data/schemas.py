@@ -35,10 +35,13 @@ CHATS = ("messages", "conversations", "conversation")
 FIELDS = (*CHATS, "prompt", "completion", "turns", "input_ids", "loss_mask")
 """The fields that hold what is trained on."""
 BESIDE = (*ID_FIELDS, "category", "system", "tools", "stop_reason")
-EXTRAS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""What a template may read of a message beside role and content."""
+EXTRAS = ("name", "tool_calls", "tool_call_id")
+"""What a template may read of a message beside role, content and reasoning."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What an answer's reasoning is called; a template is given it by the first of these names."""
 ROLE_SHOWN = 20
 LEFT_OUT_TOOLS = "by leaving out its tool definitions"
+LEFT_OUT_SYSTEM = "by leaving out its system field, as its turns begin with another"
 LEFT_OUT_RESULTS = "by leaving out tool turns, which follow answers"
 DECODED = "by decoding the arguments of tool calls"
 
@@ -113,15 +116,20 @@ def _turns(row: dict[str, Any]) -> tuple[list[Message], list[str]]:
     decoded = [_with_decoded_calls(turn) for turn in turns]
     repairs = [DECODED] if any(changed for _, changed in decoded) else []
     turns = [turn for turn, _ in decoded]
+    system = _system(row)
     if turns[0]["role"] != "system":
-        turns = _system(row) + turns
+        turns = system + turns
+    elif system and system != turns[:1]:
+        repairs.append(LEFT_OUT_SYSTEM)
     turns, changes = _alternating(turns)
     return turns, repairs + changes
 
 
 def _system(row: dict[str, Any]) -> list[Message]:
-    text = row.get("system")
-    return [_message("system", text)] if isinstance(text, str) and text.strip() else []
+    text = row.get("system", "")
+    if not isinstance(text, str):
+        raise BadRow("with a system field that is not text")
+    return [_message("system", text)] if text.strip() else []
 
 
 def _side(role: str, turns: object) -> list[Message]:
@@ -145,8 +153,17 @@ def _tagged_message(turn: object) -> Message:
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise BadRow(f"with the unknown role {str(role)[:ROLE_SHOWN]!r}")
-    extras = {name: turn[name] for name in EXTRAS if turn.get(name)}
+    if turn.get("function_call"):
+        raise BadRow("with a function_call, which no template reads; give tool_calls")
+    extras = {name: turn[name] for name in EXTRAS if turn.get(name)} | _reasoning(turn)
     return _message(ROLES[role], turn.get("content", turn.get("value")), extras)
+
+
+def _reasoning(turn: dict[str, Any]) -> dict[str, str]:
+    text = next((turn[name] for name in REASONING if turn.get(name)), "")
+    if not isinstance(text, str):
+        raise BadRow("with reasoning that is not text")
+    return {REASONING[0]: _valid(text)} if text else {}
 
 
 def _message(role: str, content: object, extras: dict[str, Any] | None = None) -> Message:

@@ -141,6 +141,23 @@ def test_a_system_column_becomes_the_system_turn(tmp_path):
     assert conversation.messages == (*turns(("system", "be brief")), *HELLO)
 
 
+def test_a_system_field_beside_another_system_turn_is_told(tmp_path):
+    chat = [*turns(("system", "be brief")), *HELLO]
+    rows = [{"system": text, "messages": chat} for text in ("be brief", "be long")]
+    kept, account = read_conversations(write(tmp_path / "a", *rows), need_answers=True)
+    assert kept[0].messages == kept[1].messages == tuple(chat)
+    assert told(account, "repaired") == [
+        (2, "by leaving out its system field, as its turns begin with another")
+    ]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_kept_whatever_it_is_called(tmp_path, name):
+    chat = [HELLO[0], HELLO[1] | {name: "a"}]
+    (kept,), _ = read_conversations(write(tmp_path / "a", {"messages": chat}), need_answers=True)
+    assert kept.messages[1] == HELLO[1] | {"reasoning_content": "a"}
+
+
 def test_a_repeated_id_is_made_unique_and_counted(tmp_path):
     rows = [{"id": name, "prompt": "a"} for name in ("x", "x-line3", "x")]
     kept, account = read_conversations(write(tmp_path / "a", *rows), need_answers=False)
@@ -178,6 +195,15 @@ def test_an_id_that_looks_like_a_line_does_not_meet_the_line(tmp_path):
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "with a turn that is not text alone",
+        ),
+        ({"system": ["a"], "messages": HELLO}, "with a system field that is not text"),
+        (
+            {"messages": [HELLO[0], HELLO[1] | {"reasoning": ["a"]}]},
+            "with reasoning that is not text",
+        ),
+        (
+            {"messages": [HELLO[0], HELLO[1] | {"function_call": {"name": "f"}}]},
+            "with a function_call, which no template reads; give tool_calls",
         ),
         ({"input_ids": [5], "loss_mask": [1]}, "with token ids, which hold no turn to answer"),
     ],
