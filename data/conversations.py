@@ -37,6 +37,8 @@ class Conversation:
     messages: tuple[Message, ...]
     tokens: TokenRow | None = None
     """The row itself, where it came with token ids and their loss mask."""
+    stop_reason: str | None = None
+    """How the last answer ended, where the row says so."""
 
 
 class Place(NamedTuple):

@@ -62,6 +62,7 @@ class Renderer:
                 category=conversation.category,
                 max_length=self.max_length,
                 audit=audit,
+                stop_reason=conversation.stop_reason,
             )
         check_rows([conversation.tokens], self.vocab_size)
         audit.see((), conversation.prompt_id)

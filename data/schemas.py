@@ -9,8 +9,9 @@
 | suite | `turns`: the user's side only |
 | tokenised | `input_ids` and `loss_mask` of equal length |
 
-Beside them `id`, `prompt_id` or `question_id`, `category`, and `system` are read. A field that is
-null is a field that is not there, as columns of a table have it.
+Beside them `id`, `prompt_id` or `question_id`, `category`, `system`, and `stop_reason` or
+`finish_reason` (how the last answer ended) are read. A field that is null is a field that is not
+there, as columns of a table have it.
 """
 
 import json
@@ -34,7 +35,8 @@ ID_FIELDS = ("prompt_id", "question_id", "id")
 CHATS = ("messages", "conversations", "conversation")
 FIELDS = (*CHATS, "prompt", "completion", "turns", "input_ids", "loss_mask")
 """The fields that hold what is trained on."""
-BESIDE = (*ID_FIELDS, "category", "system", "tools", "stop_reason")
+STOP_FIELDS = ("stop_reason", "finish_reason")
+BESIDE = (*ID_FIELDS, *STOP_FIELDS, "category", "system", "tools")
 EXTRAS = ("name", "tool_calls", "tool_call_id")
 """What a template may read of a message beside role, content and reasoning."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -79,7 +81,9 @@ def parse_row(
         messages = [message for message in messages if message["role"] in ("system", "user")]
     elif not any(message["role"] == "assistant" for message in messages):
         raise BadRow("without an assistant turn")
-    return Conversation(prompt_id, category, tuple(messages)), repairs
+    return Conversation(
+        prompt_id, category, tuple(messages), stop_reason=_stop_reason(row)
+    ), repairs
 
 
 def _tokens(row: dict[str, Any], row_id: str, category: str) -> TokenRow:
@@ -94,10 +98,11 @@ def _tokens(row: dict[str, Any], row_id: str, category: str) -> TokenRow:
         raise BadRow("with a loss_mask that holds other values than 0 and 1")
     if not any(mask):
         raise BadRow("without a supervised token")
-    stop_reason = row.get("stop_reason")
-    return TokenRow(
-        row_id, category, ids, [int(value) for value in mask], stop_reason and str(stop_reason)
-    )
+    return TokenRow(row_id, category, ids, [int(value) for value in mask], _stop_reason(row))
+
+
+def _stop_reason(row: dict[str, Any]) -> str | None:
+    return next((_valid(str(row[name])) for name in STOP_FIELDS if row.get(name)), None)
 
 
 def _turns(row: dict[str, Any]) -> tuple[list[Message], list[str]]:

@@ -7,7 +7,7 @@ weights they are mixed in that proportion, by the seed, until one of them has no
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, islice
 from random import Random
 from typing import Any, TypeVar
@@ -260,7 +260,7 @@ def _renamed(conversation: Conversation, name: str) -> Conversation:
     tokens = conversation.tokens
     if tokens is not None:
         tokens.row_id = name
-    return Conversation(name, conversation.category, conversation.messages, tokens)
+    return replace(conversation, prompt_id=name)
 
 
 def _counted(

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.data.audit import Audit
 from headstart.data.conversations import Message
 from headstart.data.template_source import tokenizer_state, without_clock
-from headstart.data.token_row import TokenRow
+from headstart.data.token_row import CUT_SHORT, TokenRow
 from headstart.data.turns import (
     PROBE,
     ROLE_PROBES,
@@ -112,14 +112,16 @@ class ChatTemplate:
         category: str,
         max_length: int,
         audit: Audit,
+        stop_reason: str | None = None,
     ) -> list[TokenRow]:
-        """Return the rows of one conversation, counted in `audit`: one, or none when dropped.
+        """Return the rows of one conversation, counted in `audit`; none when it is dropped.
 
         For every supervised answer, prompt_ids(the turns before it) is a prefix of its row. Where
         a later prompt renders an earlier answer differently (a template that strips reasoning, a
         tokenizer that merges header and answer) no single row can hold both, so a new row starts
-        there, and the ids become row_id-1, row_id-2. An empty answer is never supervised, and turns
-        after the last answer are left out.
+        there, and the ids become row_id-1, row_id-2. An empty answer is never supervised, turns
+        after the last answer are left out, and a last answer that was cut short (`stop_reason`) is
+        not taught to end.
         """
         audit.see(messages, row_id)
         try:
@@ -131,9 +133,14 @@ class ChatTemplate:
         if len(spans) > 1:
             audit.noted[SPLIT] += 1
             names = [f"{row_id}-{number}" for number in range(1, len(spans) + 1)]
+        last = [message for message in messages if message["role"] == "assistant"][-1]
+        ended = stop_reason if says_something(last) else None
+        if ended in CUT_SHORT:
+            spans[-1] = self._without_end(*spans[-1])
         rows = []
         for name, (ids, mask) in zip(names, spans, strict=True):
-            row = cut_row(TokenRow(name, category, ids, mask, None), max_length, audit)
+            why = ended if name == names[-1] else None
+            row = cut_row(TokenRow(name, category, ids, mask, why), max_length, audit)
             rows += [row] if row else []
         return rows
 
@@ -187,6 +194,13 @@ class ChatTemplate:
         if len(told) < len(answers):
             audit.noted[UNTAUGHT] += 1
         return [*spans, (ids, mask)]
+
+    def _without_end(self, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+        """Leave out an answer's end of turn, and the white space that the template sets before."""
+        end = len(ids) - 1
+        while end and not self.tokenizer.decode(ids[end - 1 : end]).strip():
+            end -= 1
+        return ids[:end], mask[:end]
 
     def _answer(self, messages: Sequence[Message]) -> tuple[list[int], list[int], list[int]]:
         """Return the prompt of the last answer, the ids up to its end of turn, and their mask."""

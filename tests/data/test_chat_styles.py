@@ -181,6 +181,37 @@ def test_a_system_turn_is_in_the_prompt_or_the_row_is_dropped_with_a_reason(name
     assert len(rows) == (2 if STYLES[name].split or name == "mistral" else 1)
 
 
+def test_an_answer_that_came_cut_is_not_taught_to_end_p08(name, template):
+    for reason, taught_text in (("length", "The answer is fo"), ("stop", None), (None, None)):
+        rows = template.rows(
+            chat("Hi", "OK", "Well?", "The answer is fo"),
+            row_id="r",
+            category="c",
+            max_length=10_000,
+            audit=Audit(),
+            stop_reason=reason,
+        )
+        texts = [template.tokenizer.decode(taught(row)) for row in rows]
+        want = expected(name, "OK", "The answer is fo")
+        if taught_text:
+            whole = STYLES[name].answer.format(taught_text)
+            want[-1] = want[-1].removesuffix(whole) + whole.split(taught_text)[0] + taught_text
+        assert texts == want
+        assert [row.stop_reason for row in rows] == [*[None] * (len(rows) - 1), reason]
+
+
+def test_an_empty_answer_that_was_cut_leaves_the_one_before_its_end_p08(name, template):
+    (row,) = template.rows(
+        chat("Hi", "OK", "Well?", " "),
+        row_id="r",
+        category="c",
+        max_length=10_000,
+        audit=Audit(),
+        stop_reason="length",
+    )
+    assert template.tokenizer.decode(taught(row)) == expected(name, "OK")[0]
+
+
 # Reasoning
 
 

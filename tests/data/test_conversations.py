@@ -226,6 +226,13 @@ def test_a_missing_file_is_named(tmp_path):
         read_conversations(tmp_path / "nowhere.jsonl", need_answers=True)
 
 
+@pytest.mark.parametrize("name", ["stop_reason", "finish_reason"])
+def test_how_the_last_answer_ended_is_kept_p08(tmp_path, name):
+    given = write(tmp_path / "a", {"messages": HELLO, name: "length"}, {"messages": HELLO})
+    kept, _ = read_conversations(given, need_answers=True)
+    assert [c.stop_reason for c in kept] == ["length", None]
+
+
 # Tools
 
 
