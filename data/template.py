@@ -30,6 +30,7 @@ from headstart.data.turns import (
     continued,
     holds,
     mask_of_rest,
+    opened_by,
     says_something,
     texts_in,
 )
@@ -244,7 +245,9 @@ class ChatTemplate:
         """Return what the template writes before any answer here, an empty reasoning block say."""
         message = messages[-1]
         plain = not (message.get("tool_calls") or message.get("reasoning_content"))
-        if plain and holds(body, message):
+        # What the prompt opens is part of what the message says.
+        whole = holds(body, message) or holds(opened_by(prompt_text) + body, message)
+        if plain and whole:
             return ""
         others = [
             self._text([*messages[:-1], answer_of(word)], generation=False)
@@ -253,7 +256,7 @@ class ChatTemplate:
         lead = commonprefix(others)[len(prompt_text) :]
         if lead.strip() and body.startswith(lead) and holds(body[len(lead) :], message):
             return lead
-        if not holds(body, message):
+        if not whole:
             what = "a tool call" if message.get("tool_calls") else "an answer"
             raise TemplateRefusal(f"with {what} that the template rewrites or leaves out")
         return ""

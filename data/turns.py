@@ -69,6 +69,12 @@ def holds(body: str, message: Message) -> bool:
     return all(part in shown for part in (said, _squeeze(reasoning), *map(_squeeze, names)))
 
 
+def opened_by(prompt_text: str) -> str:
+    """Return the tag of a block that a prompt opens at its end, such as <think>; else nothing."""
+    opened = _OPENED.search(prompt_text)
+    return opened[1] if opened else ""
+
+
 def continued(prompt_text: str, message: Message) -> str:
     """Return an answer as it goes on after a prompt that opens its reasoning block already.
 

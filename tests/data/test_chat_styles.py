@@ -262,6 +262,34 @@ def test_an_answer_goes_on_where_the_prompt_opens_the_reasoning_p03():
         assert row.loss_mask.index(1) == len(prompt)
 
 
+def thinking_template() -> ChatTemplate:
+    """Qwen3-Thinking: the prompt opens the reasoning, and past answers are shown with theirs."""
+    tokenizer = style_tokenizer("qwen3")
+    head, prompt = tokenizer.chat_template.rsplit("assistant\\n", 1)
+    tokenizer.chat_template = head + "assistant\\n<think>\\n" + prompt
+    template = ChatTemplate(tokenizer)
+    opening = template.tokenizer.decode(template.prompt_ids(chat("x")))
+    assert opening.endswith("<|im_start|>assistant\n<think>\n")
+    return template
+
+
+@pytest.mark.parametrize(
+    ("answer", "want"),
+    [
+        ({"content": "<think>\nhm\n</think>\n\nOK"}, "hm\n</think>\n\nOK<|im_end|>"),
+        ({"content": "OK", "reasoning_content": "hm"}, "hm\n</think>\n\nOK<|im_end|>"),
+        ({"content": "OK"}, "OK<|im_end|>"),
+        (
+            {"content": "<think>\nhm\n</think>\n\n", "tool_calls": TOOL_CHAT[1]["tool_calls"]},
+            "hm\n</think>\n\n" + STYLES["qwen3"].call,
+        ),
+    ],
+)
+def test_reasoning_that_prompt_and_template_both_open_is_supervised_from_its_text_p03(answer, want):
+    messages = [*chat("x"), {"role": "assistant"} | answer]
+    assert texts_of(thinking_template(), messages) == [want]
+
+
 def test_an_answer_without_the_reasoning_that_the_prompt_opens_is_dropped_p03():
     rows, audit = rows_of(ChatTemplate(style_tokenizer("deepseek_r1")), chat("x", "OK"))
     assert rows == []
