@@ -42,6 +42,15 @@ EMPTY = "with an empty answer"
 UNTAUGHT = "with an empty answer, which is not supervised"
 CUT = "cut to max_length"
 TRUNCATED = "truncated away"
+FROM_TEMPLATES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
+"""What a template raises: its own refusal, or what befalls an expression inside it."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -311,7 +320,7 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 given, chat_template=self._text_used, add_generation_prompt=generation, **how
             )
-        except (TemplateError, TypeError) as error:  # TypeError: an expression inside the template
+        except FROM_TEMPLATES as error:
             raise TemplateRefusal(f"refused by the chat template ({error})") from error
 
 

@@ -232,6 +232,25 @@ def test_a_template_that_refuses_a_role_is_counted_not_raised():
     assert audit.dropped == {"refused by the chat template (one turn only)": 1}
 
 
+@pytest.mark.parametrize(
+    ("expression", "told"),
+    [
+        ("message['content'].index('probe')", "substring not found"),
+        ("'{:d}'.format(message['content'])", "Unknown format code"),
+        ("(message['content'] | length - 1) // 0", "by zero"),
+    ],
+)
+def test_whatever_an_expression_of_the_template_raises_drops_the_row(expression, told):
+    text = "{% if message['content'] == 'odd' %}{{ " + expression + " }}{% endif %}"
+    template = ChatTemplate(chat_tokenizer(CHATML.replace("{{", text + "{{", 1)))
+    rows, audit = rows_of(template, chat("odd", "b"))
+    assert rows == []
+    (reason,) = audit.dropped
+    assert reason.startswith("refused by the chat template (")
+    assert told in reason
+    assert len(rows_of(template, chat("a", "b"))[0]) == 1
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused():
     with pytest.raises(ValueError, match="no chat template; use the instruct version"):
         ChatTemplate(chat_tokenizer(template=None))
