@@ -101,11 +101,11 @@ class Dialogue:
         """Count the conversation and its rows."""
         audit.see(self._messages, self.conversation.prompt_id)
         if not self._spans:
-            audit.dropped[self.ended] += 1
+            audit.drop(self.ended)
         elif self.ended:
-            audit.noted[f"ended before a turn {self.ended}"] += 1
+            audit.note(f"ended before a turn {self.ended}")
         if len(self._spans) > 1:
-            audit.noted[SPLIT] += 1
+            audit.note(SPLIT)
         for row in self.rows():
             audit.keep(row)
 

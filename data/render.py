@@ -9,7 +9,7 @@ died end by themselves.
 import multiprocessing
 import os
 import signal
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 
 from headstart.data.audit import Audit
 from headstart.data.conversations import Conversation
+from headstart.data.notes import Note, about
 from headstart.data.rows import check_rows
 from headstart.data.template import ChatTemplate, cut_row
 from headstart.data.token_row import TokenRow
@@ -45,14 +46,13 @@ class Renderer:
 
     def __call__(self, conversations: Sequence[Conversation]) -> "Rendered":
         """Render one chunk. Raises ValueError for a tokenised row that is not the target's."""
-        audit, rows, refused = self.empty.empty(), [], []
+        audit, rows, notes = self.empty.empty(), [], []
         for conversation in conversations:
-            before = Counter(audit.dropped)
+            audit.listener = about(conversation, notes.append)
             rows += self._rows(conversation, audit)
-            new = (audit.dropped - before).elements()
-            refused += [(conversation.prompt_id, reason) for reason in new]
+        audit.listener = None
         audit.prompts = None  # the same for every chunk, and large: it need not travel back
-        return Rendered(rows, refused, audit)
+        return Rendered(rows, notes, audit)
 
     def _rows(self, conversation: Conversation, audit: Audit) -> list[TokenRow]:
         if conversation.tokens is None:
@@ -75,8 +75,8 @@ class Rendered:
     """The rows of one chunk and the account of it."""
 
     rows: list[TokenRow]
-    refused: list[tuple[str, str]]
-    """Conversations of which a row was dropped, by id, with the reason."""
+    notes: list[Note]
+    """Conversations of which a row was dropped or repaired."""
     audit: Audit
 
 

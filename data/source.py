@@ -12,7 +12,7 @@ from itertools import accumulate, islice
 from random import Random
 from typing import Any, TypeVar
 
-from headstart.data.conversations import Account, Conversation
+from headstart.data.conversations import Account, Conversation, Listener, Place
 from headstart.data.ids import IdSet
 from headstart.data.prompts import generate_prompts, split_of
 from headstart.data.readers import FORMATS, RowDataset, RowFiles, open_rows
@@ -122,9 +122,11 @@ def iter_conversations(
         raise ValueError(_nothing(config, account))
 
 
-def load_conversations(config: DataConfig, *, need_answers: bool) -> tuple[list[Conversation], str]:
+def load_conversations(
+    config: DataConfig, *, need_answers: bool, listener: Listener | None = None
+) -> tuple[list[Conversation], str]:
     """Return what `iter_conversations` yields and one line on what was dropped."""
-    account = Account()
+    account = Account(listener=listener)
     kept = list(iter_conversations(config, need_answers=need_answers, account=account))
     if config.generated:
         return kept, f"{len(kept)} generated prompts"
@@ -250,17 +252,17 @@ def _usable(
             continue
         name = ids.unique(conversation.prompt_id, f"{place.unit}{place.number}")
         if name != conversation.prompt_id:
-            conversation = _renamed(conversation, name)
             repairs.append(REPEATED)
+        conversation = _placed(conversation, name, place)
         account.keep(place, repairs)
         yield conversation
 
 
-def _renamed(conversation: Conversation, name: str) -> Conversation:
+def _placed(conversation: Conversation, name: str, place: Place) -> Conversation:
     tokens = conversation.tokens
     if tokens is not None:
         tokens.row_id = name
-    return replace(conversation, prompt_id=name)
+    return replace(conversation, prompt_id=name, place=place)
 
 
 def _counted(

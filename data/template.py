@@ -137,11 +137,11 @@ class ChatTemplate:
         try:
             spans = self._spans(messages, audit)
         except TemplateRefusal as refusal:
-            audit.dropped[str(refusal)] += 1
+            audit.drop(str(refusal))
             return []
         names = [row_id]
         if len(spans) > 1:
-            audit.noted[SPLIT] += 1
+            audit.note(SPLIT)
             names = [f"{row_id}-{number}" for number in range(1, len(spans) + 1)]
         last = [message for message in messages if message["role"] == "assistant"][-1]
         ended = stop_reason if says_something(last) else None
@@ -175,7 +175,7 @@ class ChatTemplate:
         try:
             prompt = self.prompt_ids(messages)
         except TemplateRefusal as refusal:
-            audit.dropped[str(refusal)] += 1
+            audit.drop(str(refusal))
             return None
         mask = [0] * len(prompt) + [1] * len(answer_ids)
         row = TokenRow(row_id, category, prompt + list(answer_ids), mask, stop_reason)
@@ -202,7 +202,7 @@ class ChatTemplate:
             mask = mask + [0] * (len(prompt) - len(mask)) + taught
             ids = prompt + answer
         if len(told) < len(answers):
-            audit.noted[UNTAUGHT] += 1
+            audit.note(UNTAUGHT)
         return [*spans, (ids, mask)]
 
     def _without_end(self, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
@@ -335,9 +335,9 @@ def cut_row(row: TokenRow, max_length: int, audit: Audit) -> TokenRow | None:
         row.loss_mask = row.loss_mask[:max_length]
         row.stop_reason = "length"
     if not any(row.loss_mask):
-        audit.dropped[TRUNCATED if cut else EMPTY] += 1
+        audit.drop(TRUNCATED if cut else EMPTY)
         return None
     if cut:
-        audit.noted[CUT] += 1
+        audit.note(CUT)
     audit.keep(row)
     return row

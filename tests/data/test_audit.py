@@ -12,6 +12,7 @@ from training import command, save_target, saved
 from headstart.data.audit import Audit
 from headstart.data.audit_prompts import AuditConfig, new_audit
 from headstart.data.audit_report import figures, histogram, markdown, short, write_audit
+from headstart.data.conversations import MAX_REASONS
 from headstart.data.overlap import EvaluationPrompts, words_of
 from headstart.data.rows import RowsMeta, RowsWriter
 from headstart.data.template import ChatTemplate
@@ -126,6 +127,19 @@ def test_an_audit_of_many_rows_keeps_a_few_bytes_a_row():
     tracemalloc.stop()
     assert audit.duplicate_prompts == 0
     assert kept / 2000 < 40  # two hashes of eight bytes, their spare room, and the counters
+
+
+def test_reasons_that_quote_what_they_found_stay_few():
+    whole = Audit()
+    for part in range(3):
+        audit = Audit()
+        for n in range(1000):
+            audit.drop(f"refused by the chat template ({part} {n})")
+            audit.note(f"ended before a turn {part} {n}")
+        whole.merge(audit)
+    for counts in (whole.dropped, whole.noted):
+        assert counts.total() == 3000
+        assert len(counts) == MAX_REASONS + 1
 
 
 # Overlap with evaluation prompts
