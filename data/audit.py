@@ -41,7 +41,7 @@ class Audit:
     noted: Counter[str] = field(default_factory=Counter)
     """Rows kept but cut, and conversations that were split, by reason."""
     turns: Counter[int] = field(default_factory=Counter)
-    """Conversations by their number of user turns."""
+    """Conversations by their number of user turns; those that came tokenised are left out."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Rows by their number of tokens."""
     answers: Counter[int] = field(default_factory=Counter)
@@ -80,6 +80,15 @@ class Audit:
         if self.prompts is not None:
             said = [str(m.get("content") or "") for m in messages if m["role"] != "system"]
             self.overlap.see(self.prompts, said, row_id)
+
+    def see_tokens(self, texts: Callable[[], Iterable[str]], row_id: str) -> None:
+        """Count one row that came tokenised; `texts` decodes its turns, where they are looked at.
+
+        It is in no count of user turns: what made it need not be the target's template.
+        """
+        self.conversations += 1
+        if self.prompts is not None:
+            self.overlap.see(self.prompts, texts(), row_id)
 
     def keep(self, row: TokenRow) -> None:
         """Count one row."""

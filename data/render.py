@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from headstart.data.audit import Audit
+from headstart.data.audit_prompts import texts_of_row
 from headstart.data.conversations import Conversation
 from headstart.data.notes import Note, about
 from headstart.data.rows import check_rows
@@ -64,9 +65,10 @@ class Renderer:
                 audit=audit,
                 stop_reason=conversation.stop_reason,
             )
-        check_rows([conversation.tokens], self.vocab_size)
-        audit.see((), conversation.prompt_id)
-        row = cut_row(conversation.tokens, self.max_length, audit)
+        given = conversation.tokens
+        check_rows([given], self.vocab_size)
+        audit.see_tokens(lambda: texts_of_row(self.template, given.token_ids), given.row_id)
+        row = cut_row(given, self.max_length, audit)
         return [] if row is None else [row]
 
 
