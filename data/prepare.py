@@ -9,6 +9,7 @@ import logging
 import resource
 import sys
 import time
+import warnings
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -71,7 +72,8 @@ def run(config: PrepareRun) -> None:
     template = ChatTemplate(target.tokenizer)
     meta = RowsMeta(target.fingerprint, template.hash, source_settings(config.data))
     audit = new_audit(config.audit, template)
-    renderer = Renderer(template, config.data.max_length, target.shape.vocab_size, audit.empty())
+    longest = _longest(config.data.max_length, target.shape.max_positions)
+    renderer = Renderer(template, longest, target.shape.vocab_size, audit.empty())
     del target  # the weights have said who they are; rendering needs the tokenizer alone
     account, writer = Account(), RowsWriter(Path(config.out), meta)
     try:
@@ -91,6 +93,16 @@ def run(config: PrepareRun) -> None:
     show_rows(islice(read_rows(writer.directory)[0], config.show), template.tokenizer)
     minutes = (time.monotonic() - started) / 60
     log.info("%d rows in %.1f minutes; peak memory %s", account.total, minutes, _peak_memory())
+
+
+def _longest(max_length: int, context: int) -> int:
+    if max_length > context:
+        warnings.warn(
+            f"data.max_length={max_length} is more than the target's context of {context} tokens; "
+            "rows are cut to that",
+            stacklevel=2,
+        )
+    return min(max_length, context)
 
 
 def _write(

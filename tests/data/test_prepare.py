@@ -15,10 +15,11 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
-from fixtures_chat import CHATML_STRIPS, chat_tokenizer
+from fixtures_chat import CHATML, CHATML_STRIPS, chat_tokenizer
 from training import CHAT_VOCAB, chat_target, command, save_target, saved
 
 from headstart.data import render
+from headstart.data.capture import capture
 from headstart.data.conversations import Conversation
 from headstart.data.notes import Note
 from headstart.data.render import CHUNK, Renderer, render_all
@@ -233,6 +234,34 @@ def test_a_row_whose_id_an_earlier_one_has_is_renamed_and_counted(target_path, t
         ("x", "split w"),
         ("x-1-again", "renamed"),
     ]
+
+
+def test_p18_rows_and_a_capture_of_another_template_text_are_refused(target_path, tmp_path):
+    """The other text renders the same ids: nothing but the text tells the two apart."""
+    chats = write_chats(tmp_path / "a.jsonl", 20)
+    command(*arguments(target_path, chats, tmp_path / "rows"))
+    shutil.copytree(target_path, tmp_path / "other")
+    chat_tokenizer("{# edited #}" + CHATML).save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit, match=r"rows: holds rows .* made with chat template="):
+        command(*arguments(tmp_path / "other", chats, tmp_path / "rows"))
+    command(*arguments(tmp_path / "other", chats, tmp_path / "more"))
+    (rows, meta), (more, other) = (read_rows(tmp_path / name) for name in ("rows", "more"))
+    assert list(rows) == list(more)
+    capture(chat_target(), rows, tmp_path / "features", meta=meta)
+    with pytest.raises(ValueError, match=r"features: made with template_hash=.*choose another"):
+        capture(chat_target(), more, tmp_path / "features", meta=other)
+
+
+def test_no_row_is_longer_than_the_targets_context(target_path, tmp_path):
+    row = {"prompt": "a", "completion": "b" * 3000}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    given = arguments(target_path, tmp_path / "a.jsonl", tmp_path / "rows", "data.max_length=9999")
+    command(*given)
+    ((row,), meta) = read_rows(tmp_path / "rows")
+    assert len(row.token_ids) == 2048
+    assert "1 cut to max_length" in meta.summary
+    log = (tmp_path / "rows" / "cli.log").read_text()
+    assert "data.max_length=9999 is more than the target's context of 2048 tokens" in log
 
 
 @pytest.fixture
