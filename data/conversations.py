@@ -49,6 +49,8 @@ class Conversation:
     """The row itself, where it came with token ids and their loss mask."""
     stop_reason: str | None = None
     """How the last answer ended, where the row says so."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Definitions of the tools that the answers may call, as the template takes them."""
     place: Place | None = None
     """Where it was read; null for what our own generator made."""
 

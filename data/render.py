@@ -57,7 +57,7 @@ class Renderer:
 
     def _rows(self, conversation: Conversation, audit: Audit) -> list[TokenRow]:
         if conversation.tokens is None:
-            return self.template.rows(
+            return self.template.offering(conversation.tools).rows(
                 conversation.messages,
                 row_id=conversation.prompt_id,
                 category=conversation.category,

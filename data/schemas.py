@@ -9,9 +9,9 @@
 | suite | `turns`: the user's side only |
 | tokenised | `input_ids` and `loss_mask` of equal length |
 
-Beside them `id`, `prompt_id` or `question_id`, `category`, `system`, and `stop_reason` or
-`finish_reason` (how the last answer ended) are read. A field that is null is a field that is not
-there, as columns of a table have it.
+Beside them `id`, `prompt_id` or `question_id`, `category`, `system`, `tools` (definitions), and
+`stop_reason` or `finish_reason` (how the last answer ended) are read. A field that is null is a
+field that is not there, as columns of a table have it.
 """
 
 import json
@@ -42,7 +42,6 @@ EXTRAS = ("name", "tool_calls", "tool_call_id")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """What an answer's reasoning is called; a template is given it by the first of these names."""
 ROLE_SHOWN = 20
-LEFT_OUT_TOOLS = "by leaving out its tool definitions"
 LEFT_OUT_SYSTEM = "by leaving out its system field, as its turns begin with another"
 LEFT_OUT_RESULTS = "by leaving out tool turns, which follow answers"
 DECODED = "by decoding the arguments of tool calls"
@@ -73,17 +72,14 @@ def parse_row(
     messages, repairs = _turns(row)
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("without a user turn")
-    if row.get("tools"):
-        repairs.append(LEFT_OUT_TOOLS)
     if not need_answers:
         if any(message["role"] == "tool" for message in messages):
             repairs.append(LEFT_OUT_RESULTS)
         messages = [message for message in messages if message["role"] in ("system", "user")]
     elif not any(message["role"] == "assistant" for message in messages):
         raise BadRow("without an assistant turn")
-    return Conversation(
-        prompt_id, category, tuple(messages), stop_reason=_stop_reason(row)
-    ), repairs
+    rest = {"stop_reason": _stop_reason(row), "tools": _tools(row)}
+    return Conversation(prompt_id, category, tuple(messages), **rest), repairs
 
 
 def _tokens(row: dict[str, Any], row_id: str, category: str) -> TokenRow:
@@ -99,6 +95,19 @@ def _tokens(row: dict[str, Any], row_id: str, category: str) -> TokenRow:
     if not any(mask):
         raise BadRow("without a supervised token")
     return TokenRow(row_id, category, ids, [int(value) for value in mask], _stop_reason(row))
+
+
+def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the definitions of a row's tools; a table may keep them as JSON text."""
+    tools = row.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or []
+        except ValueError:
+            raise BadRow("with tool definitions that are not valid JSON") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("with tool definitions that are not a list of objects")
+    return tuple(tools)
 
 
 def _stop_reason(row: dict[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 from os.path import commonprefix
 from typing import Any
 
@@ -23,6 +24,7 @@ from headstart.data.token_row import CUT_SHORT, TokenRow
 from headstart.data.turns import (
     PROBE,
     ROLE_PROBES,
+    TOOL_PROBE,
     WORD,
     TemplateRefusal,
     answer_of,
@@ -40,6 +42,7 @@ __all__ = ["Audit", "ChatTemplate", "TemplateRefusal", "TokenRow"]
 SPLIT = "split where a later prompt renders an earlier answer differently"
 EMPTY = "with an empty answer"
 UNTAUGHT = "with an empty answer, which is not supervised"
+LEFT_OUT_TOOLS = "without tool definitions, which the template leaves out"
 CUT = "cut to max_length"
 TRUNCATED = "truncated away"
 FROM_TEMPLATES = (
@@ -70,7 +73,11 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.source = str(tokenizer.get_chat_template())
+        # A tokenizer may have a template of its own for conversations with tools.
+        for_tools = str(tokenizer.get_chat_template(tools=[TOOL_PROBE]))
+        self._tools: tuple[dict[str, Any], ...] = ()
         self._text_used = without_clock(self.source, name)
+        self._text_for_tools = without_clock(for_tools, name)
         state = tokenizer_state(tokenizer)  # now: its use may change a tokenizer
         self.mask_mode = "markers" if GENERATION.search(self.source) else "boundaries"
         """Where the mask comes from: the template's markers, or rendering boundaries."""
@@ -92,9 +99,21 @@ class ChatTemplate:
         self._unheard = {role for role, text in probes.items() if WORD not in text}
         self._markers = self._marker_pattern(yes, probes.values())
         special = sorted({*tokenizer.all_special_ids, end_of_turn})
-        what = json.dumps([self.source, special, tokenizer.bos_token_id, state], sort_keys=True)
-        self.hash = hashlib.sha256(what.encode()).hexdigest()[:16]
+        self._hears_tools = self._writes_tools()
+        what = [self.source, for_tools, special, tokenizer.bos_token_id, state]
+        self.hash = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
         """The 16 hex digits that identify the template text, the tokenizer and special ids."""
+
+    def offering(self, tools: Sequence[dict[str, Any]]) -> "ChatTemplate":
+        """Return the template of conversations whose answers may call these tools."""
+        other = copy(self)
+        other._tools = tuple(tools)
+        return other
+
+    @property
+    def drops_tools(self) -> bool:
+        """Whether there are tools which the template does not write."""
+        return bool(self._tools) and not self._hears_tools
 
     @property
     def has_clock(self) -> bool:
@@ -134,6 +153,8 @@ class ChatTemplate:
         not taught to end.
         """
         audit.see(messages, row_id)
+        if self.drops_tools:
+            audit.note(LEFT_OUT_TOOLS)
         try:
             spans = self._spans(messages, audit)
         except TemplateRefusal as refusal:
@@ -153,33 +174,6 @@ class ChatTemplate:
             row = cut_row(TokenRow(name, category, ids, mask, why), max_length, audit)
             rows += [row] if row else []
         return rows
-
-    def row_from_answer(
-        self,
-        messages: Sequence[Message],
-        answer_ids: Sequence[int],
-        *,
-        stop_reason: str,
-        row_id: str,
-        category: str,
-        max_length: int,
-        audit: Audit,
-    ) -> TokenRow | None:
-        """Return the row of a generated answer, or None when it is dropped (counted in `audit`).
-
-        `answer_ids` are what the model emitted after prompt_ids(messages), its stop token
-        included if it emitted one. They are supervised as they are: nothing is tokenised again
-        and no end of turn is added, so an answer cut by length never teaches one.
-        """
-        audit.see(messages, row_id)
-        try:
-            prompt = self.prompt_ids(messages)
-        except TemplateRefusal as refusal:
-            audit.drop(str(refusal))
-            return None
-        mask = [0] * len(prompt) + [1] * len(answer_ids)
-        row = TokenRow(row_id, category, prompt + list(answer_ids), mask, stop_reason)
-        return cut_row(row, max_length, audit)
 
     def _spans(
         self, messages: Sequence[Message], audit: Audit
@@ -272,6 +266,10 @@ class ChatTemplate:
 
     def _refuse_markers(self, messages: Sequence[Message]) -> None:
         # The tokenizer would read the text of a marker as the marker itself: a false turn.
+        for text in texts_in(self._tools):
+            found = self._markers.search(text)
+            if found:
+                raise TemplateRefusal(f"with the special token {found[0]} inside a tool definition")
         for message in messages:
             if message["role"] in self._unheard:
                 raise TemplateRefusal(f"with a {message['role']} turn that the template leaves out")
@@ -279,6 +277,13 @@ class ChatTemplate:
                 found = self._markers.search(text)
                 if found:
                     raise TemplateRefusal(f"with the special token {found[0]} inside a turn")
+
+    def _writes_tools(self) -> bool:
+        user = {"role": "user", "content": "a"}
+        try:
+            return WORD in self.offering([TOOL_PROBE])._text([user], generation=True)
+        except TemplateRefusal:
+            return True  # a refusal comes row by row
 
     def _role_probes(self) -> dict[str, str]:
         """Render a turn of every role that the template takes; a refusal comes row by row."""
@@ -293,8 +298,9 @@ class ChatTemplate:
     def _marker_pattern(self, ids: list[int], probes: Iterable[str]) -> re.Pattern[str]:
         """Return what finds the special tokens that make turns: those that the template writes."""
         used = {token for text in probes for token in self._encode(text)} | set(ids)
+        written = self._text_used + self._text_for_tools
         markers = {self._end_of_turn, *self.tokenizer.all_special_tokens} - {""}
-        markers |= {text for i, text in self.special.items() if i in used or text in self.source}
+        markers |= {text for i, text in self.special.items() if i in used or text in written}
         return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
 
     def _marked(self, messages: Sequence[Message]) -> list[int]:
@@ -318,7 +324,11 @@ class ChatTemplate:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                given, chat_template=self._text_used, add_generation_prompt=generation, **how
+                given,
+                tools=list(self._tools) or None,
+                chat_template=self._text_for_tools if self._tools else self._text_used,
+                add_generation_prompt=generation,
+                **how,
             )
         except FROM_TEMPLATES as error:
             raise TemplateRefusal(f"refused by the chat template ({error})") from error

@@ -21,6 +21,15 @@ ROLE_PROBES = {
     ],
 }
 """A conversation with WORD in a turn of the role that a template may not know."""
+TOOL_PROBE = {
+    "type": "function",
+    "function": {
+        "name": WORD,
+        "description": "a",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+"""A definition that a template which writes tools writes with WORD in it."""
 _OPENED = re.compile(r"(<\w+>)\s*\Z")
 
 

@@ -7,20 +7,23 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headstart.data.conversations import Message
 from headstart.data.prompts import generate_prompts
 from headstart.data.source import read_conversations
-from headstart.data.template import ChatTemplate, TemplateRefusal
+from headstart.data.template import LEFT_OUT_TOOLS, ChatTemplate, TemplateRefusal
 from headstart.eval.engine.decode import Request
 from headstart.eval.settings import EvalConfig
 
 log = logging.getLogger(__name__)
 Row = tuple[str, str, tuple[Message, ...]]
 """Prompt id, category, messages."""
+Tools = dict[str, tuple[dict[str, Any], ...]]
+"""Definitions of the tools that a prompt offers, by its id; prompts without are not in it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def load_suite(config: EvalConfig, template: ChatTemplate) -> Suite:
     if config.suite is None:
         name, notes = "generated-heldout", []
         prompts = generate_prompts(config.num_prompts, seed=config.seed, split="heldout")
-        rows = [(p.prompt_id, p.family, p.messages) for p in prompts]
+        rows, tools = [(p.prompt_id, p.family, p.messages) for p in prompts], {}
     else:
         name = Path(config.suite).stem
         conversations, account = read_conversations(
@@ -60,14 +63,17 @@ def load_suite(config: EvalConfig, template: ChatTemplate) -> Suite:
         )
         notes = [account.summary()] if account.dropped or account.repaired else []
         rows = [(c.prompt_id, c.category, c.messages) for c in conversations]
-    usable, refused = _render(rows, template)
+        tools = {c.prompt_id: c.tools for c in conversations if c.tools}
+        if any(template.offering(offered).drops_tools for offered in tools.values()):
+            notes.append(f"{len(tools)} prompts {LEFT_OUT_TOOLS}")
+    usable, refused = _render(rows, template, tools)
     if not usable:
         raise ValueError(f"suite {name}: no usable prompt, {_refusals(refused)}; replace the rows")
     chosen = _evenly(usable, config.num_prompts)
     notes += _left_out(rows, refused, [row for row, _ in chosen], config.num_prompts)
     suite = Suite(
         name,
-        _hash(row for row, _ in chosen),
+        _hash([row for row, _ in chosen], tools),
         [Request(row[0], tuple(ids), config.max_new_tokens) for row, ids in chosen],
         {row[0]: row[1] for row, _ in chosen},
         "; ".join(notes),
@@ -92,7 +98,7 @@ def check_lengths(suite: Suite, context: int) -> None:
 
 
 def _render(
-    rows: Iterable[Row], template: ChatTemplate
+    rows: Iterable[Row], template: ChatTemplate, tools: Tools
 ) -> tuple[list[tuple[Row, list[int]]], Counter[str]]:
     """Tokenise each row's opening; count the rows that the template refuses, by reason."""
     usable: list[tuple[Row, list[int]]] = []
@@ -100,7 +106,8 @@ def _render(
     for prompt_id, category, messages in rows:
         opening = _opening(messages)
         try:
-            usable.append(((prompt_id, category, opening), template.prompt_ids(opening)))
+            offering = template.offering(tools.get(prompt_id, ()))
+            usable.append(((prompt_id, category, opening), offering.prompt_ids(opening)))
         except TemplateRefusal as refusal:
             refused[str(refusal)] += 1
     return usable, refused
@@ -133,6 +140,8 @@ def _refusals(refused: Counter[str]) -> str:
     return f"dropped {refused.total()} rows: {reasons}"
 
 
-def _hash(rows: Iterable[Row]) -> str:
-    text = json.dumps([[prompt_id, messages] for prompt_id, _, messages in rows])
+def _hash(rows: Sequence[Row], tools: Tools) -> str:
+    said = [[prompt_id, messages] for prompt_id, _, messages in rows]
+    offered = [[prompt_id, tools[prompt_id]] for prompt_id, _, _ in rows if prompt_id in tools]
+    text = json.dumps(said + offered)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

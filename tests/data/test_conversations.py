@@ -196,6 +196,11 @@ def test_an_id_that_looks_like_a_line_does_not_meet_the_line(tmp_path):
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "with a turn that is not text alone",
         ),
+        (
+            {"tools": ["f"], "messages": HELLO},
+            "with tool definitions that are not a list of objects",
+        ),
+        ({"tools": "f(", "messages": HELLO}, "with tool definitions that are not valid JSON"),
         ({"system": ["a"], "messages": HELLO}, "with a system field that is not text"),
         (
             {"messages": [HELLO[0], HELLO[1] | {"reasoning": ["a"]}]},
@@ -266,13 +271,20 @@ def test_arguments_given_as_text_become_the_object_they_spell(tmp_path):
 
 
 def test_what_is_left_out_of_a_row_is_told(tmp_path):
-    path = write(tmp_path / "a", {"messages": TOOL_CHAT, "tools": [{"name": "add"}]})
+    path = write(tmp_path / "a", {"messages": TOOL_CHAT})
     (conversation,), account = read_conversations(path, need_answers=False)
     assert conversation.messages == (TOOL_CHAT[0],)
     assert told(account, "repaired") == [
-        (1, "by leaving out its tool definitions"),
         (1, "by leaving out tool turns, which follow answers"),
     ]
+
+
+@pytest.mark.parametrize("need_answers", [True, False])
+def test_tool_definitions_are_kept_also_where_a_table_keeps_them_as_text(tmp_path, need_answers):
+    tools = [{"name": "add"}]
+    rows = [{"messages": TOOL_CHAT, "tools": given} for given in (tools, json.dumps(tools), [])]
+    kept, _ = read_conversations(write(tmp_path / "a", *rows), need_answers=need_answers)
+    assert [c.tools for c in kept] == [tuple(tools), tuple(tools), ()]
 
 
 def test_two_answers_running_are_not_joined_where_one_calls_a_tool(tmp_path):
