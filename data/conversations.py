@@ -112,7 +112,7 @@ class Account:
     taken: Counter[str] = field(default_factory=Counter)
     """Conversations passed on, by source: the kept ones in the split, within limits."""
     left_out: list[str] = field(default_factory=list)
-    """Files of a directory that hold no rows, by their names."""
+    """Files of a directory or glob that hold no rows, by their names."""
     name_files: bool = False
     """Whether a place is told with its file: rows come from more than one."""
     ended_by: str | None = None

@@ -45,7 +45,7 @@ class RowFiles:
     files: tuple[Path, ...]
     format: str
     left_out: tuple[str, ...] = ()
-    """Names of files in the directory that are of no known kind."""
+    """Names of files in the directory or glob that are of no known kind."""
 
     def rows(self) -> Iterator[Row]:
         """Yield every row that is not blank. Raises ValueError for a file that is damaged."""
@@ -219,6 +219,9 @@ def _files(path: str, where: Path, option: str) -> tuple[list[Path], list[str]]:
         return files, left_out
     files = [Path(f) for f in sorted(glob.glob(str(where), recursive=True))]
     files = [f for f in files if f.is_file()]
+    known = [f for f in files if _kind(f)]
+    if known:  # else a glob of names that we do not know, which hold JSON Lines
+        return known, [f.name for f in files if not _kind(f)]
     if not files:
         raise FileNotFoundError(
             f"{option}={path}: no such file; give a file, directory or glob of conversations "

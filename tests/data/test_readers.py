@@ -203,6 +203,17 @@ def test_a_glob_reads_what_it_matches(folder):
     assert len(ids(f"{folder}/**/*.parquet")) == 2
 
 
+def test_a_glob_leaves_out_what_a_directory_would(folder):
+    assert len(ids(f"{folder}/*")) == 4
+    assert opened(f"{folder}/*").left_out == ("README.md",)
+
+
+def test_a_glob_of_unknown_names_alone_is_read_as_json_lines(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(TEXT)
+    assert len(ids(f"{tmp_path}/*.txt")) == 1200
+
+
 def test_places_name_their_file_where_there_are_several(folder):
     with (folder / "b.jsonl").open("a") as file:
         file.write("junk\n")
