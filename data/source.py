@@ -106,13 +106,14 @@ def iter_conversations(
     opened = open_sources(config)
     account.name_files |= len(opened) > 1 or len(getattr(opened[0][1], "files", ())) > 1
     ids, streams = IdSet(), []
+    names = _source_names([rows.label for _, rows in opened])
     for number, (source, rows) in enumerate(opened, start=1):
         prefix = f"{number}-" if len(opened) > 1 else ""
         account.left_out += getattr(rows, "left_out", ())
         found = _usable(rows, prefix, ids, need_answers, account)
         chosen = (c for c in found if config.split in ("all", split_of(first_user_text(c))))
-        streams.append(_counted(islice(chosen, source.limit), rows.label, account))
-    weights, names = [source.weight for source, _ in opened], [rows.label for _, rows in opened]
+        streams.append(_counted(islice(chosen, source.limit), names[number - 1], account))
+    weights = [source.weight for source, _ in opened]
     if None in weights:
         mixture = in_turn(streams)
     else:
@@ -265,6 +266,14 @@ def _placed(conversation: Conversation, name: str, place: Place) -> Conversation
     return replace(conversation, prompt_id=name, place=place)
 
 
+def _source_names(labels: list[str]) -> list[str]:
+    """Tell sources apart that have one path, two splits of a dataset say."""
+    return [
+        label if labels.count(label) == 1 else f"{label} (data.sources[{i}])"
+        for i, label in enumerate(labels)
+    ]
+
+
 def _counted(
     stream: Iterator[Conversation], label: str, account: Account
 ) -> Iterator[Conversation]:
@@ -281,6 +290,11 @@ def _generated(config: DataConfig, need_answers: bool) -> Iterator[Conversation]
 
 
 def _nothing(config: DataConfig, account: Account) -> str:
+    if account.ended_by is not None:
+        return (
+            f"{config.label}: the weighted mixture ended at once, as {account.ended_by} has no "
+            f"usable row in data.split={config.split} ({account.summary()}); fix or remove it"
+        )
     if not account.kept:
         return f"{config.label}: {_no_usable_row(account)}"
     return (
