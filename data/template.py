@@ -35,6 +35,7 @@ from headstart.data.turns import (
     opened_by,
     says_something,
     texts_in,
+    with_text_arguments,
 )
 
 __all__ = ["Audit", "ChatTemplate", "TemplateRefusal", "TokenRow"]
@@ -76,6 +77,8 @@ class ChatTemplate:
         # A tokenizer may have a template of its own for conversations with tools.
         for_tools = str(tokenizer.get_chat_template(tools=[TOOL_PROBE]))
         self._tools: tuple[dict[str, Any], ...] = ()
+        self._text_arguments = False
+        """Whether the template takes a tool call's arguments as JSON text alone."""
         self._text_used = without_clock(self.source, name)
         self._text_for_tools = without_clock(for_tools, name)
         state = tokenizer_state(tokenizer)  # now: its use may change a tokenizer
@@ -96,6 +99,10 @@ class ChatTemplate:
         self._end_of_turn = str(added[end_of_turn])
         self.special = {i: str(token) for i, token in added.items() if token.special}
         probes = self._role_probes()
+        if "tool" not in probes:  # perhaps it joins arguments to text as they are
+            self._text_arguments = True
+            probes = self._role_probes()
+            self._text_arguments = "tool" in probes
         self._unheard = {role for role, text in probes.items() if WORD not in text}
         self._markers = self._marker_pattern(yes, probes.values())
         special = sorted({*tokenizer.all_special_ids, end_of_turn})
@@ -322,6 +329,8 @@ class ChatTemplate:
     def _apply(self, messages: Sequence[Message], generation: bool, **how: bool) -> Any:
         # A null would be written as the word None by many templates.
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        if self._text_arguments:
+            given = [with_text_arguments(message) for message in given]
         try:
             return self.tokenizer.apply_chat_template(
                 given,

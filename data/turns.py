@@ -3,6 +3,7 @@
 Pure functions under the chat template; the one that marks tokens is in `template`.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -62,6 +63,20 @@ def texts_in(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from texts_in(item)
+
+
+def with_text_arguments(message: Message) -> Message:
+    """Return a turn with the arguments of its tool calls written as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if not isinstance(function.get("arguments", ""), str):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            function = function | {"arguments": text}
+        calls.append(call | {"function": function} if "function" in call else function)
+    return message | {"tool_calls": calls}
 
 
 def holds(body: str, message: Message) -> bool:

@@ -307,6 +307,19 @@ def test_a_template_of_its_own_for_tools_is_used_and_is_in_the_hash():
     assert template.hash != ChatTemplate(chat_tokenizer()).hash
 
 
+def test_a_template_that_joins_arguments_to_text_is_given_text():
+    joins = CHATML.replace(
+        "+ message['content']",
+        "+ message['content'] + (message.tool_calls[0].function.name"
+        " + message.tool_calls[0].function.arguments if message.tool_calls else '')",
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [*chat("x"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = ChatTemplate(chat_tokenizer(joins))
+    (row,), _ = rows_of(template, messages)
+    assert supervised_text(template, row) == 'f{"a": 1}<|im_end|>'
+
+
 # Today's date, which some templates write
 
 LLAMA_DATE = """{%- if not date_string is defined %}
