@@ -147,9 +147,11 @@ class RowDataset:
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Say which option gave a dataset that cannot be loaded, in one sentence."""
+        from datasets.exceptions import DatasetsError  # a slow import
+
         try:
             yield
-        except (ValueError, OSError, ImportError, RuntimeError) as error:
+        except (ValueError, OSError, ImportError, RuntimeError, DatasetsError) as error:
             told = " ".join(str(error).split())
             raise ValueError(
                 f"{self.option}={self.path}: no such file, and not a dataset that can be loaded "

@@ -294,14 +294,15 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(saved_dataset):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_damaged_dataset_is_an_error_that_names_it(saved_dataset, streaming):
-    rows = opened(saved_dataset, streaming=streaming)
-    (file,) = (saved_dataset / "train").glob("*.arrow")
-    whole = file.read_bytes()
-    next(rows.rows())  # it opens
-    file.write_bytes(whole[: len(whole) // 2])
-    rows = opened(saved_dataset, streaming=streaming)
-    with pytest.raises(ValueError, match=r"data\.path=.*saved: the dataset cannot be loaded"):
+def test_a_damaged_dataset_is_an_error_that_names_it(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "mine" / "train.parquet"
+    path.parent.mkdir()
+    as_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200] + b"\xff" * 60 + whole[260:])
+    rows = opened(path.parent, format="dataset", streaming=streaming)
+    with pytest.raises(ValueError, match=r"data\.path=.*mine: the dataset cannot be loaded \("):
         list(rows.rows())
 
 
