@@ -7,13 +7,13 @@ so that a million rows fit and the audits of several workers add up.
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
 
-from headstart.data.conversations import Message
+from headstart.data.conversations import Message, told_apart
 from headstart.data.overlap import EvaluationPrompts, Overlap, words_of
 from headstart.data.token_row import TokenRow
 
@@ -41,7 +41,7 @@ class Audit:
     noted: Counter[str] = field(default_factory=Counter)
     """Rows kept but cut, and conversations that were split, by reason."""
     turns: Counter[int] = field(default_factory=Counter)
-    """Conversations by their number of user turns."""
+    """Conversations by their number of user turns; those that came tokenised are left out."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Rows by their number of tokens."""
     answers: Counter[int] = field(default_factory=Counter)
@@ -57,6 +57,18 @@ class Audit:
     overlap: Overlap = field(default_factory=Overlap)
     samples: list[TokenRow] = field(default_factory=list)
     """A few rows, chosen by a hash of their id: the same ones in any order of writing."""
+    listener: Callable[[str, str], None] | None = None
+    """Called with "dropped" or "repaired" and the reason of every note."""
+
+    def drop(self, reason: str) -> None:
+        """Count a row that is gone."""
+        self.dropped[told_apart(self.dropped, reason)] += 1
+        self._tell("dropped", reason)
+
+    def note(self, reason: str) -> None:
+        """Count a row that was cut, or a conversation that was split or ended early."""
+        self.noted[told_apart(self.noted, reason)] += 1
+        self._tell("repaired", reason)
 
     def see(self, messages: Sequence[Message], row_id: str) -> None:
         """Count one conversation, whatever becomes of it."""
@@ -68,6 +80,15 @@ class Audit:
         if self.prompts is not None:
             said = [str(m.get("content") or "") for m in messages if m["role"] != "system"]
             self.overlap.see(self.prompts, said, row_id)
+
+    def see_tokens(self, texts: Callable[[], Iterable[str]], row_id: str) -> None:
+        """Count one row that came tokenised; `texts` decodes its turns, where they are looked at.
+
+        It is in no count of user turns: what made it need not be the target's template.
+        """
+        self.conversations += 1
+        if self.prompts is not None:
+            self.overlap.see(self.prompts, texts(), row_id)
 
     def keep(self, row: TokenRow) -> None:
         """Count one row."""
@@ -88,8 +109,11 @@ class Audit:
         self.prompts = self.prompts or other.prompts
         for name in ("conversations", "rows", "tokens", "supervised", "cut_away"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("dropped", "noted", "turns", "lengths", "answers", "shares", "stops"):
+        for name in ("turns", "lengths", "answers", "shares", "stops"):
             getattr(self, name).update(getattr(other, name))
+        for mine, theirs in ((self.dropped, other.dropped), (self.noted, other.noted)):
+            for reason, count in theirs.items():
+                mine[told_apart(mine, reason)] += count
         self.vocabulary.update(other.vocabulary)
         self.row_hashes.extend(other.row_hashes)
         self.prompt_hashes.extend(other.prompt_hashes)
@@ -128,6 +152,10 @@ class Audit:
                 reasons = (f"{count} {reason}" for reason, count in counts.most_common())
                 text += f"; {title}: {', '.join(reasons)}"
         return text
+
+    def _tell(self, what: str, reason: str) -> None:
+        if self.listener is not None:
+            self.listener(what, reason)
 
     def _sample(self, rows: Iterable[TokenRow]) -> None:
         for row in rows:

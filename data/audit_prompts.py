@@ -49,6 +49,11 @@ def user_texts(template: ChatTemplate, prompt_ids: list[int]) -> list[str]:
     return [text for text in texts if text]
 
 
+def texts_of_row(template: ChatTemplate, token_ids: list[int]) -> list[str]:
+    """Return what a tokenised row says: the text between special tokens, and each user's turn."""
+    return [*_segments(template, token_ids), *user_texts(template, token_ids)]
+
+
 def _of_suite(path: str) -> dict[str, list[str]]:
     conversations, _ = read_conversations(path, need_answers=False, option="audit.against")
     return {

@@ -22,6 +22,16 @@ MAX_REASONS = 100
 OTHER_REASON = "for other reasons"
 
 
+class Place(NamedTuple):
+    """Where a row came from."""
+
+    file: str
+    unit: str
+    """line or row."""
+    number: int
+    """From 1."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """One chat: an optional system turn, then user turns, each followed by at most one answer.
@@ -37,16 +47,17 @@ class Conversation:
     messages: tuple[Message, ...]
     tokens: TokenRow | None = None
     """The row itself, where it came with token ids and their loss mask."""
+    stop_reason: str | None = None
+    """How the last answer ended, where the row says so."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Definitions of the tools that the answers may call, as the template takes them."""
+    place: Place | None = None
+    """Where it was read; null for what our own generator made."""
 
 
-class Place(NamedTuple):
-    """Where a row came from."""
-
-    file: str
-    unit: str
-    """line or row."""
-    number: int
-    """From 1."""
+def told_apart(counts: Counter[str], reason: str) -> str:
+    """Return the reason to count: itself, or the common one where there are too many already."""
+    return reason if reason in counts or len(counts) < MAX_REASONS else OTHER_REASON
 
 
 @dataclass
@@ -57,8 +68,7 @@ class Reasons:
     places: dict[str, list[Place]] = field(default_factory=dict)
 
     def add(self, place: Place, reason: str) -> None:
-        if reason not in self.counts and len(self.counts) >= MAX_REASONS:
-            reason = OTHER_REASON
+        reason = told_apart(self.counts, reason)
         self.counts[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < PLACES_SHOWN:
@@ -85,6 +95,10 @@ class Reasons:
         return f"{places[0].unit}{plural} {', '.join(str(p.number) for p in places)}{more}"
 
 
+Listener = Callable[[str, Place, str], None]
+"""Called with "dropped" or "repaired", the place and the reason of every note."""
+
+
 @dataclass
 class Account:
     """The account of one read: `kept + dropped.total` is the number of rows read.
@@ -98,13 +112,12 @@ class Account:
     taken: Counter[str] = field(default_factory=Counter)
     """Conversations passed on, by source: the kept ones in the split, within limits."""
     left_out: list[str] = field(default_factory=list)
-    """Files of a directory that hold no rows, by their names."""
+    """Files of a directory or glob that hold no rows, by their names."""
     name_files: bool = False
     """Whether a place is told with its file: rows come from more than one."""
     ended_by: str | None = None
     """The source that ran out and so ended a weighted mixture."""
-    listener: Callable[[str, Place, str], None] | None = None
-    """Called with "dropped" or "repaired", the place and the reason of every note."""
+    listener: Listener | None = None
 
     @property
     def total(self) -> int:

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 from headstart.data.answering import Answer, Ask
 from headstart.data.conversations import Conversation, Message
-from headstart.data.template import Audit, ChatTemplate, TemplateRefusal, TokenRow
+from headstart.data.template import (
+    LEFT_OUT_TOOLS,
+    Audit,
+    ChatTemplate,
+    TemplateRefusal,
+    TokenRow,
+)
 
 SPLIT = "split where a later prompt does not repeat the tokens of an earlier answer"
 AFTER_A_CUT = "after an answer cut by length"
@@ -51,7 +57,8 @@ class Dialogue:
         taken: Container[str] = (),
     ) -> None:
         self.conversation, self.temperature = conversation, temperature
-        self._template, self._longest, self._max_new_tokens = template, longest, max_new_tokens
+        self._template = template.offering(conversation.tools)
+        self._longest, self._max_new_tokens = longest, max_new_tokens
         self._after_cuts, self._taken = after_cuts, taken
         turns = _user_turns(conversation.messages)
         self._waiting = deque(turns[:1] if only_first else turns)
@@ -95,18 +102,24 @@ class Dialogue:
         if len(self._spans) < 2:
             return [own] * len(self._spans)
         names = [f"{own}-{number}" for number in range(1, len(self._spans) + 1)]
-        # ID-1 may be the name of another conversation.
-        return [name + "-again" * (name in self._taken) for name in names]
+        return [self._free(name) for name in names]
+
+    def _free(self, name: str) -> str:
+        while name in self._taken:  # ID-1 may be the name of another conversation
+            name += "-again"
+        return name
 
     def account(self, audit: Audit) -> None:
         """Count the conversation and its rows."""
         audit.see(self._messages, self.conversation.prompt_id)
         if not self._spans:
-            audit.dropped[self.ended] += 1
+            audit.drop(self.ended)
         elif self.ended:
-            audit.noted[f"ended before a turn {self.ended}"] += 1
+            audit.note(f"ended before a turn {self.ended}")
         if len(self._spans) > 1:
-            audit.noted[SPLIT] += 1
+            audit.note(SPLIT)
+        if self._template.drops_tools:
+            audit.note(LEFT_OUT_TOOLS)
         for row in self.rows():
             audit.keep(row)
 

@@ -8,7 +8,7 @@ killed run is taken up without loss or repeats, in the middle of a conversation 
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from headstart.data.audit_report import write_audit
 from headstart.data.conversations import Account
 from headstart.data.dialogue import Dialogue
 from headstart.data.generate_config import GenerateConfig
+from headstart.data.notes import Note, about, note_file
 from headstart.data.rows import RowsMeta, RowsWriter
 from headstart.data.server import ServerBackend
 from headstart.data.source import (
@@ -53,8 +54,9 @@ class GenerateRun:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     out: str = MISSING
-    """Directory that receives the rows, meta.json, the audit, and answers.jsonl: every answer with
-    its temperature and how it ended."""
+    """Directory that receives the rows, meta.json, the audit, answers.jsonl (every answer with its
+    temperature and how it ended), and row_notes.jsonl (what was dropped or ended early, where it
+    came from and why)."""
 
 
 def run(config: GenerateRun) -> None:
@@ -98,7 +100,12 @@ def generate(
             stacklevel=2,
         )
     template = ChatTemplate(target.tokenizer)
-    conversations, account = load_conversations(data, need_answers=False)
+    notes: list[Note] = []
+    conversations, account = load_conversations(
+        data,
+        need_answers=False,
+        listener=lambda what, place, reason: notes.append(Note(what, reason, place)),
+    )
     log.info("prompts: %s", account)
     audit = new_audit(audit_config or AuditConfig(), template)
     names = {conversation.prompt_id for conversation in conversations}
@@ -116,13 +123,15 @@ def generate(
     }
     writer = RowsWriter(directory, _meta(target, template, data, sampling, config))
     try:
-        with closing(AnswerLog(directory / ANSWERS)) as answers:
+        with closing(AnswerLog(directory / ANSWERS)) as answers, note_file(directory) as write:
+            for note in notes:
+                write(note)
             for dialogue in _taken_up(dialogues, answers):
-                _keep(dialogue, writer, audit)
+                _keep(dialogue, writer, audit, write)
             if dialogues:
                 backend = _backend(target, template, sampling, config, tree)
                 for dialogue in _answered(dialogues, answers, backend):
-                    _keep(dialogue, writer, audit)
+                    _keep(dialogue, writer, audit, write)
         if not audit.rows:
             raise ValueError(f"{data.label}: no answer is usable: {audit.summary()}")
         writer.finish(audit.summary(), {"rows": audit.rows, "supervised_tokens": audit.supervised})
@@ -179,9 +188,13 @@ def _answered(
     log.info("%d tokens in %.1f s: %.1f tokens/s", tokens, seconds, tokens / seconds)
 
 
-def _keep(dialogue: Dialogue, writer: RowsWriter, audit: Audit) -> None:
+def _keep(
+    dialogue: Dialogue, writer: RowsWriter, audit: Audit, write: Callable[[Note], None]
+) -> None:
     """Count a dialogue that is over, and write those of its rows that are not there yet."""
+    audit.listener = about(dialogue.conversation, write)
     dialogue.account(audit)
+    audit.listener = None
     for row in dialogue.rows():
         if row.row_id not in writer.done_ids:
             writer.add(row)

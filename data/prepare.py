@@ -5,13 +5,12 @@ config. A run that was killed renders again and writes what is missing: the rows
 what was dropped, are those of an uninterrupted run.
 """
 
-import json
 import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+import warnings
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,8 +21,9 @@ from tqdm import tqdm
 from headstart.data.audit import Audit
 from headstart.data.audit_prompts import AuditConfig, new_audit
 from headstart.data.audit_report import write_audit
-from headstart.data.conversations import Account, Place
+from headstart.data.conversations import Account
 from headstart.data.ids import IdSet
+from headstart.data.notes import Note, note_file
 from headstart.data.render import Renderer, render_all, usable_cpus
 from headstart.data.rows import RowsMeta, RowsWriter, read_rows
 from headstart.data.show import show_rows
@@ -38,7 +38,6 @@ from headstart.data.token_row import TokenRow
 from headstart.heads.load import TargetConfig, load_target
 
 log = logging.getLogger(__name__)
-NOTES = "row_notes.jsonl"
 RENAMED = "renamed, as an earlier row had their id"
 
 
@@ -73,7 +72,8 @@ def run(config: PrepareRun) -> None:
     template = ChatTemplate(target.tokenizer)
     meta = RowsMeta(target.fingerprint, template.hash, source_settings(config.data))
     audit = new_audit(config.audit, template)
-    renderer = Renderer(template, config.data.max_length, target.shape.vocab_size, audit.empty())
+    longest = _longest(config.data.max_length, target.shape.max_positions)
+    renderer = Renderer(template, longest, target.shape.vocab_size, audit.empty())
     del target  # the weights have said who they are; rendering needs the tokenizer alone
     account, writer = Account(), RowsWriter(Path(config.out), meta)
     try:
@@ -96,6 +96,16 @@ def run(config: PrepareRun) -> None:
     log.info("%d rows in %.1f minutes; peak memory %.0f MB", *told)
 
 
+def _longest(max_length: int, context: int) -> int:
+    if max_length > context:
+        warnings.warn(
+            f"data.max_length={max_length} is more than the target's context of {context} tokens; "
+            "rows are cut to that",
+            stacklevel=2,
+        )
+    return min(max_length, context)
+
+
 def _write(
     config: PrepareRun, renderer: Renderer, writer: RowsWriter, audit: Audit, account: Account
 ) -> None:
@@ -104,48 +114,32 @@ def _write(
     if done:
         log.info("%s: %d rows are there already", writer.directory, len(done))
     total, workers = expected_rows(config.data), config.workers or usable_cpus()
-    with _notes(writer.directory / NOTES, account) as refuse, _bar(total) as bar:
+    with note_file(writer.directory) as write, _bar(total) as bar:
+        account.listener = lambda what, place, reason: write(Note(what, reason, place))
         conversations = iter_conversations(config.data, need_answers=True, account=account)
         # Closed here, so that the processes end before an error is told.
         with closing(render_all(conversations, renderer, workers=workers)) as parts:
             for part in parts:
                 audit.merge(part.audit)
-                refuse(part.refused)
+                for note in part.notes:
+                    write(note)
                 for row in part.rows:
-                    _name(row, ids, audit)
+                    if _renamed(row, ids):
+                        audit.note(RENAMED)
+                        write(Note("repaired", RENAMED, None, row.row_id))
                     if row.row_id not in done:
                         writer.add(row)
                 bar.update(account.total - bar.n)
 
 
-def _name(row: TokenRow, ids: IdSet, audit: Audit) -> None:
+def _renamed(row: TokenRow, ids: IdSet) -> bool:
     """Give a row another id where an earlier one has it: x-1 of a split x may be one's own."""
-    name = ids.unique(row.row_id, "again")
-    if name != row.row_id:
-        audit.noted[RENAMED] += 1
-        row.row_id = name
+    before, row.row_id = row.row_id, ids.unique(row.row_id, "again")
+    return row.row_id != before
 
 
 def _bar(total: int | None) -> tqdm:
     return tqdm(total=total, unit="row", desc="prepare", smoothing=0.05, mininterval=0.5)
-
-
-@contextmanager
-def _notes(path: Path, account: Account) -> Iterator[Callable[[list[tuple[str, str]]], None]]:
-    """Write the account's notes, and what is passed to the yielded function, as JSON Lines."""
-    with path.open("w", encoding="utf-8") as file:
-
-        def write(what: str, place: Place, reason: str) -> None:
-            note = {"what": what, "file": place.file, place.unit: place.number, "reason": reason}
-            file.write(json.dumps(note) + "\n")
-
-        def refuse(refused: list[tuple[str, str]]) -> None:
-            for row_id, reason in refused:
-                note = {"what": "dropped", "row_id": row_id, "reason": reason}
-                file.write(json.dumps(note) + "\n")
-
-        account.listener = write
-        yield refuse
 
 
 def _peak_memory() -> float:

@@ -45,7 +45,7 @@ class RowFiles:
     files: tuple[Path, ...]
     format: str
     left_out: tuple[str, ...] = ()
-    """Names of files in the directory that are of no known kind."""
+    """Names of files in the directory or glob that are of no known kind."""
 
     def rows(self) -> Iterator[Row]:
         """Yield every row that is not blank. Raises ValueError for a file that is damaged."""
@@ -94,9 +94,11 @@ class RowDataset:
     streaming: bool = False
 
     def rows(self) -> Iterator[Row]:
-        """Yield every row."""
-        for number, row in enumerate(self._data, start=1):
-            yield Place(self.label, "row", number), f"row-{number}", row
+        """Yield every row. Raises ValueError for a dataset that is damaged."""
+        data = self._data
+        with self._explained():
+            for number, row in enumerate(data, start=1):
+                yield Place(self.label, "row", number), f"row-{number}", _without_nulls(row)
 
     def count(self) -> int | None:
         """Return how many rows there are, or None: a stream has no end before its end."""
@@ -145,9 +147,11 @@ class RowDataset:
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Say which option gave a dataset that cannot be loaded, in one sentence."""
+        from datasets.exceptions import DatasetsError  # a slow import
+
         try:
             yield
-        except (ValueError, OSError, ImportError, RuntimeError) as error:
+        except (ValueError, OSError, ImportError, RuntimeError, DatasetsError) as error:
             told = " ".join(str(error).split())
             raise ValueError(
                 f"{self.option}={self.path}: no such file, and not a dataset that can be loaded "
@@ -217,6 +221,9 @@ def _files(path: str, where: Path, option: str) -> tuple[list[Path], list[str]]:
         return files, left_out
     files = [Path(f) for f in sorted(glob.glob(str(where), recursive=True))]
     files = [f for f in files if f.is_file()]
+    known = [f for f in files if _kind(f)]
+    if known:  # else a glob of names that we do not know, which hold JSON Lines
+        return known, [f.name for f in files if not _kind(f)]
     if not files:
         raise FileNotFoundError(
             f"{option}={path}: no such file; give a file, directory or glob of conversations "
@@ -287,8 +294,22 @@ def _table(path: Path) -> Iterator[tuple[int, object]]:
     with _explained_parquet(path), parquet.ParquetFile(path) as file:
         columns = _known_columns(file.schema_arrow.names, str(path))
         batches = file.iter_batches(BATCH, columns=columns, use_threads=False)
-        rows = (row for batch in batches for row in batch.to_pylist())
+        rows = (_without_nulls(row) for batch in batches for row in batch.to_pylist())
         yield from enumerate(rows, start=1)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the nulls at every depth: a table gives each struct the fields of all others.
+
+    So a tool's argument that was null is lost with those that were never there.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    if isinstance(value, list):
+        first = next((item for item in value if item is not None), None)
+        # Lists of token ids are long and hold nothing to look into.
+        return [_without_nulls(v) for v in value] if isinstance(first, dict | list) else value
+    return value
 
 
 def _table_rows(path: Path) -> int:
@@ -300,7 +321,7 @@ def _table_rows(path: Path) -> int:
 def _explained_parquet(path: Path) -> Iterator[None]:
     try:
         yield
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a page that does not unpack
         told = " ".join(str(error).split())
         raise ValueError(
             f"{path}: not a Parquet file that can be read ({told}); fetch or make it again"

@@ -9,7 +9,7 @@ died end by themselves.
 import multiprocessing
 import os
 import signal
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from headstart.data.audit import Audit
+from headstart.data.audit_prompts import texts_of_row
 from headstart.data.conversations import Conversation
+from headstart.data.notes import Note, about
 from headstart.data.rows import check_rows
 from headstart.data.template import ChatTemplate, cut_row
 from headstart.data.token_row import TokenRow
@@ -45,27 +47,28 @@ class Renderer:
 
     def __call__(self, conversations: Sequence[Conversation]) -> "Rendered":
         """Render one chunk. Raises ValueError for a tokenised row that is not the target's."""
-        audit, rows, refused = self.empty.empty(), [], []
+        audit, rows, notes = self.empty.empty(), [], []
         for conversation in conversations:
-            before = Counter(audit.dropped)
+            audit.listener = about(conversation, notes.append)
             rows += self._rows(conversation, audit)
-            new = (audit.dropped - before).elements()
-            refused += [(conversation.prompt_id, reason) for reason in new]
+        audit.listener = None
         audit.prompts = None  # the same for every chunk, and large: it need not travel back
-        return Rendered(rows, refused, audit)
+        return Rendered(rows, notes, audit)
 
     def _rows(self, conversation: Conversation, audit: Audit) -> list[TokenRow]:
         if conversation.tokens is None:
-            return self.template.rows(
+            return self.template.offering(conversation.tools).rows(
                 conversation.messages,
                 row_id=conversation.prompt_id,
                 category=conversation.category,
                 max_length=self.max_length,
                 audit=audit,
+                stop_reason=conversation.stop_reason,
             )
-        check_rows([conversation.tokens], self.vocab_size)
-        audit.see((), conversation.prompt_id)
-        row = cut_row(conversation.tokens, self.max_length, audit)
+        given = conversation.tokens
+        check_rows([given], self.vocab_size)
+        audit.see_tokens(lambda: texts_of_row(self.template, given.token_ids), given.row_id)
+        row = cut_row(given, self.max_length, audit)
         return [] if row is None else [row]
 
 
@@ -74,8 +77,8 @@ class Rendered:
     """The rows of one chunk and the account of it."""
 
     rows: list[TokenRow]
-    refused: list[tuple[str, str]]
-    """Conversations of which a row was dropped, by id, with the reason."""
+    notes: list[Note]
+    """Conversations of which a row was dropped or repaired."""
     audit: Audit
 
 

@@ -27,7 +27,7 @@ from headstart.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 ROWS, META, JOURNAL = "rows.arrow", "meta.json", "journal.jsonl"
-ROW_FORMAT = 2
+ROW_FORMAT = 3
 """Raised whenever the same settings would give other rows, or the same rows another file."""
 BATCH_ROWS = 512  # rows of a record batch: some 2 MB of typical chats
 SCHEMA = pa.schema(

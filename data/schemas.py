@@ -9,8 +9,9 @@
 | suite | `turns`: the user's side only |
 | tokenised | `input_ids` and `loss_mask` of equal length |
 
-Beside them `id`, `prompt_id` or `question_id`, `category`, and `system` are read. A field that is
-null is a field that is not there, as columns of a table have it.
+Beside them `id`, `prompt_id` or `question_id`, `category`, `system`, `tools` (definitions), and
+`stop_reason` or `finish_reason` (how the last answer ended) are read. A field that is null is a
+field that is not there, as columns of a table have it.
 """
 
 import json
@@ -34,11 +35,14 @@ ID_FIELDS = ("prompt_id", "question_id", "id")
 CHATS = ("messages", "conversations", "conversation")
 FIELDS = (*CHATS, "prompt", "completion", "turns", "input_ids", "loss_mask")
 """The fields that hold what is trained on."""
-BESIDE = (*ID_FIELDS, "category", "system", "tools", "stop_reason")
-EXTRAS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""What a template may read of a message beside role and content."""
+STOP_FIELDS = ("stop_reason", "finish_reason")
+BESIDE = (*ID_FIELDS, *STOP_FIELDS, "category", "system", "tools")
+EXTRAS = ("name", "tool_calls", "tool_call_id")
+"""What a template may read of a message beside role, content and reasoning."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What an answer's reasoning is called; a template is given it by the first of these names."""
 ROLE_SHOWN = 20
-LEFT_OUT_TOOLS = "by leaving out its tool definitions"
+LEFT_OUT_SYSTEM = "by leaving out its system field, as its turns begin with another"
 LEFT_OUT_RESULTS = "by leaving out tool turns, which follow answers"
 DECODED = "by decoding the arguments of tool calls"
 
@@ -68,15 +72,14 @@ def parse_row(
     messages, repairs = _turns(row)
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("without a user turn")
-    if row.get("tools"):
-        repairs.append(LEFT_OUT_TOOLS)
     if not need_answers:
         if any(message["role"] == "tool" for message in messages):
             repairs.append(LEFT_OUT_RESULTS)
         messages = [message for message in messages if message["role"] in ("system", "user")]
     elif not any(message["role"] == "assistant" for message in messages):
         raise BadRow("without an assistant turn")
-    return Conversation(prompt_id, category, tuple(messages)), repairs
+    rest = {"stop_reason": _stop_reason(row), "tools": _tools(row)}
+    return Conversation(prompt_id, category, tuple(messages), **rest), repairs
 
 
 def _tokens(row: dict[str, Any], row_id: str, category: str) -> TokenRow:
@@ -91,10 +94,24 @@ def _tokens(row: dict[str, Any], row_id: str, category: str) -> TokenRow:
         raise BadRow("with a loss_mask that holds other values than 0 and 1")
     if not any(mask):
         raise BadRow("without a supervised token")
-    stop_reason = row.get("stop_reason")
-    return TokenRow(
-        row_id, category, ids, [int(value) for value in mask], stop_reason and str(stop_reason)
-    )
+    return TokenRow(row_id, category, ids, [int(value) for value in mask], _stop_reason(row))
+
+
+def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the definitions of a row's tools; a table may keep them as JSON text."""
+    tools = row.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or []
+        except ValueError:
+            raise BadRow("with tool definitions that are not valid JSON") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("with tool definitions that are not a list of objects")
+    return tuple(tools)
+
+
+def _stop_reason(row: dict[str, Any]) -> str | None:
+    return next((_valid(str(row[name])) for name in STOP_FIELDS if row.get(name)), None)
 
 
 def _turns(row: dict[str, Any]) -> tuple[list[Message], list[str]]:
@@ -113,15 +130,20 @@ def _turns(row: dict[str, Any]) -> tuple[list[Message], list[str]]:
     decoded = [_with_decoded_calls(turn) for turn in turns]
     repairs = [DECODED] if any(changed for _, changed in decoded) else []
     turns = [turn for turn, _ in decoded]
+    system = _system(row)
     if turns[0]["role"] != "system":
-        turns = _system(row) + turns
+        turns = system + turns
+    elif system and system != turns[:1]:
+        repairs.append(LEFT_OUT_SYSTEM)
     turns, changes = _alternating(turns)
     return turns, repairs + changes
 
 
 def _system(row: dict[str, Any]) -> list[Message]:
-    text = row.get("system")
-    return [_message("system", text)] if isinstance(text, str) and text.strip() else []
+    text = row.get("system", "")
+    if not isinstance(text, str):
+        raise BadRow("with a system field that is not text")
+    return [_message("system", text)] if text.strip() else []
 
 
 def _side(role: str, turns: object) -> list[Message]:
@@ -145,8 +167,17 @@ def _tagged_message(turn: object) -> Message:
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise BadRow(f"with the unknown role {str(role)[:ROLE_SHOWN]!r}")
-    extras = {name: turn[name] for name in EXTRAS if turn.get(name)}
+    if turn.get("function_call"):
+        raise BadRow("with a function_call, which no template reads; give tool_calls")
+    extras = {name: turn[name] for name in EXTRAS if turn.get(name)} | _reasoning(turn)
     return _message(ROLES[role], turn.get("content", turn.get("value")), extras)
+
+
+def _reasoning(turn: dict[str, Any]) -> dict[str, str]:
+    text = next((turn[name] for name in REASONING if turn.get(name)), "")
+    if not isinstance(text, str):
+        raise BadRow("with reasoning that is not text")
+    return {REASONING[0]: _valid(text)} if text else {}
 
 
 def _message(role: str, content: object, extras: dict[str, Any] | None = None) -> Message:

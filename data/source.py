@@ -7,12 +7,12 @@ weights they are mixed in that proportion, by the seed, until one of them has no
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, islice
 from random import Random
 from typing import Any, TypeVar
 
-from headstart.data.conversations import Account, Conversation
+from headstart.data.conversations import Account, Conversation, Listener, Place
 from headstart.data.ids import IdSet
 from headstart.data.prompts import generate_prompts, split_of
 from headstart.data.readers import FORMATS, RowDataset, RowFiles, open_rows
@@ -106,13 +106,14 @@ def iter_conversations(
     opened = open_sources(config)
     account.name_files |= len(opened) > 1 or len(getattr(opened[0][1], "files", ())) > 1
     ids, streams = IdSet(), []
+    names = _source_names([rows.label for _, rows in opened])
     for number, (source, rows) in enumerate(opened, start=1):
         prefix = f"{number}-" if len(opened) > 1 else ""
         account.left_out += getattr(rows, "left_out", ())
         found = _usable(rows, prefix, ids, need_answers, account)
         chosen = (c for c in found if config.split in ("all", split_of(first_user_text(c))))
-        streams.append(_counted(islice(chosen, source.limit), rows.label, account))
-    weights, names = [source.weight for source, _ in opened], [rows.label for _, rows in opened]
+        streams.append(_counted(islice(chosen, source.limit), names[number - 1], account))
+    weights = [source.weight for source, _ in opened]
     if None in weights:
         mixture = in_turn(streams)
     else:
@@ -122,9 +123,11 @@ def iter_conversations(
         raise ValueError(_nothing(config, account))
 
 
-def load_conversations(config: DataConfig, *, need_answers: bool) -> tuple[list[Conversation], str]:
+def load_conversations(
+    config: DataConfig, *, need_answers: bool, listener: Listener | None = None
+) -> tuple[list[Conversation], str]:
     """Return what `iter_conversations` yields and one line on what was dropped."""
-    account = Account()
+    account = Account(listener=listener)
     kept = list(iter_conversations(config, need_answers=need_answers, account=account))
     if config.generated:
         return kept, f"{len(kept)} generated prompts"
@@ -250,17 +253,25 @@ def _usable(
             continue
         name = ids.unique(conversation.prompt_id, f"{place.unit}{place.number}")
         if name != conversation.prompt_id:
-            conversation = _renamed(conversation, name)
             repairs.append(REPEATED)
+        conversation = _placed(conversation, name, place)
         account.keep(place, repairs)
         yield conversation
 
 
-def _renamed(conversation: Conversation, name: str) -> Conversation:
+def _placed(conversation: Conversation, name: str, place: Place) -> Conversation:
     tokens = conversation.tokens
     if tokens is not None:
         tokens.row_id = name
-    return Conversation(name, conversation.category, conversation.messages, tokens)
+    return replace(conversation, prompt_id=name, place=place)
+
+
+def _source_names(labels: list[str]) -> list[str]:
+    """Tell sources apart that have one path, two splits of a dataset say."""
+    return [
+        label if labels.count(label) == 1 else f"{label} (data.sources[{i}])"
+        for i, label in enumerate(labels)
+    ]
 
 
 def _counted(
@@ -279,6 +290,11 @@ def _generated(config: DataConfig, need_answers: bool) -> Iterator[Conversation]
 
 
 def _nothing(config: DataConfig, account: Account) -> str:
+    if account.ended_by is not None:
+        return (
+            f"{config.label}: the weighted mixture ended at once, as {account.ended_by} has no "
+            f"usable row in data.split={config.split} ({account.summary()}); fix or remove it"
+        )
     if not account.kept:
         return f"{config.label}: {_no_usable_row(account)}"
     return (

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+CUT_SHORT = ("length", "context", "max_tokens")
+"""Stop reasons of an answer that did not end by itself: it must not be taught to end."""
+
 
 @dataclass
 class TokenRow:
@@ -12,8 +15,8 @@ class TokenRow:
     token_ids: list[int]
     loss_mask: list[int]
     stop_reason: str | None
-    """How the last answer ended: the generator's word, "length" where it was cut (here or in
-    generation), None for a whole answer that came with the data."""
+    """How the last answer ended: the generator's word or the data's, "length" where it was cut
+    here, None where nobody says."""
 
     @property
     def supervised(self) -> int:

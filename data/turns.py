@@ -3,6 +3,7 @@
 Pure functions under the chat template; the one that marks tokens is in `template`.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -21,6 +22,15 @@ ROLE_PROBES = {
     ],
 }
 """A conversation with WORD in a turn of the role that a template may not know."""
+TOOL_PROBE = {
+    "type": "function",
+    "function": {
+        "name": WORD,
+        "description": "a",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+"""A definition that a template which writes tools writes with WORD in it."""
 _OPENED = re.compile(r"(<\w+>)\s*\Z")
 
 
@@ -55,6 +65,20 @@ def texts_in(value: object) -> Iterator[str]:
             yield from texts_in(item)
 
 
+def with_text_arguments(message: Message) -> Message:
+    """Return a turn with the arguments of its tool calls written as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if not isinstance(function.get("arguments", ""), str):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            function = function | {"arguments": text}
+        calls.append(call | {"function": function} if "function" in call else function)
+    return message | {"tool_calls": calls}
+
+
 def holds(body: str, message: Message) -> bool:
     """Say whether a rendered answer is what the message says, white space aside.
 
@@ -67,6 +91,12 @@ def holds(body: str, message: Message) -> bool:
         return shown == said
     names = [str(call.get("function", call).get("name", "")) for call in calls]
     return all(part in shown for part in (said, _squeeze(reasoning), *map(_squeeze, names)))
+
+
+def opened_by(prompt_text: str) -> str:
+    """Return the tag of a block that a prompt opens at its end, such as <think>; else nothing."""
+    opened = _OPENED.search(prompt_text)
+    return opened[1] if opened else ""
 
 
 def continued(prompt_text: str, message: Message) -> str:

@@ -15,7 +15,7 @@ from headstart.data.conversations import Conversation, Message
 from headstart.data.dialogue import Dialogue
 from headstart.data.prompts import generate_prompts
 from headstart.data.source import read_conversations
-from headstart.data.template import ChatTemplate, TemplateRefusal
+from headstart.data.template import LEFT_OUT_TOOLS, ChatTemplate, TemplateRefusal
 from headstart.eval.engine.decode import Request
 from headstart.eval.settings import EvalConfig, SuiteConfig
 
@@ -118,6 +118,9 @@ def _load(chosen: SuiteConfig, option: str, template: ChatTemplate) -> Suite:
     else:
         rows, account = read_conversations(chosen.path, need_answers=False, option=option)
         notes = [account.summary()] if account.dropped or account.repaired else []
+        offering = [row.tools for row in rows if row.tools]
+        if any(template.offering(tools).drops_tools for tools in offering):
+            notes.append(f"{len(offering)} prompts {LEFT_OUT_TOOLS}")
     usable, refused = _render(rows, chosen.max_turns, template)
     if not usable:
         raise ValueError(f"suite {name}: no usable prompt, {_refusals(refused)}; replace the rows")
@@ -179,7 +182,7 @@ def _render(
     refused: Counter[str] = Counter()
     for row in rows:
         try:
-            ids = template.prompt_ids(_up_to(row.messages, 1))
+            ids = template.offering(row.tools).prompt_ids(_up_to(row.messages, 1))
         except TemplateRefusal as refusal:
             refused[str(refusal)] += 1
             continue
@@ -219,5 +222,8 @@ def _refusals(refused: Counter[str]) -> str:
 
 
 def _hash(conversations: Iterable[Conversation]) -> str:
-    text = json.dumps([[c.prompt_id, c.messages] for c in conversations])
+    listed = list(conversations)
+    said = [[c.prompt_id, c.messages] for c in listed]
+    offered = [[c.prompt_id, c.tools] for c in listed if c.tools]
+    text = json.dumps(said + offered)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from headstart.data.template import ChatTemplate
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import NoDrafter
 from headstart.eval.engine.sampling import SamplingConfig
@@ -36,7 +35,6 @@ class ChatServer:
         context: int | None = None,
     ) -> None:
         self.target, self.name = target, name or target.name
-        self.template = ChatTemplate(target.tokenizer)
         self.gives_ids, self.keeps_stop, self.tokenizes = gives_ids, keeps_stop, tokenizes
         self.context = context
         self.faults: deque[str] = deque()
@@ -58,7 +56,12 @@ class ChatServer:
     def tokens(self, body: dict[str, Any]) -> list[int] | None:
         """Tokenise as asked; None where this server cannot."""
         if "messages" in body and self.tokenizes == "chat":
-            return self.template.prompt_ids(body["messages"])
+            tokenizer = self.target.tokenizer  # not our own rendering: a server has a clock
+            return list(
+                tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)[
+                    "input_ids"
+                ]
+            )
         if "prompt" in body and self.tokenizes != "no":
             encode = self.target.tokenizer.encode
             return encode(body["prompt"], add_special_tokens=body["add_special_tokens"])

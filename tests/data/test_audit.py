@@ -12,7 +12,9 @@ from training import command, save_target, saved
 from headstart.data.audit import Audit
 from headstart.data.audit_prompts import AuditConfig, new_audit
 from headstart.data.audit_report import figures, histogram, markdown, short, write_audit
+from headstart.data.conversations import MAX_REASONS, Conversation
 from headstart.data.overlap import EvaluationPrompts, words_of
+from headstart.data.render import Renderer
 from headstart.data.rows import RowsMeta, RowsWriter
 from headstart.data.template import ChatTemplate
 from headstart.data.token_row import TokenRow
@@ -128,6 +130,19 @@ def test_an_audit_of_many_rows_keeps_a_few_bytes_a_row():
     assert kept / 2000 < 40  # two hashes of eight bytes, their spare room, and the counters
 
 
+def test_reasons_that_quote_what_they_found_stay_few():
+    whole = Audit()
+    for part in range(3):
+        audit = Audit()
+        for n in range(1000):
+            audit.drop(f"refused by the chat template ({part} {n})")
+            audit.note(f"ended before a turn {part} {n}")
+        whole.merge(audit)
+    for counts in (whole.dropped, whole.noted):
+        assert counts.total() == 3000
+        assert len(counts) == MAX_REASONS + 1
+
+
 # Overlap with evaluation prompts
 
 
@@ -172,6 +187,20 @@ def test_answers_are_searched_and_system_turns_are_not():
     assert audit.overlap.conversations == 0
     audit.see(user("x", LONG), "b")
     assert audit.overlap.examples == ["b"]
+
+
+@pytest.mark.parametrize("prompt", [LONG, "one two three"])
+def test_rows_that_came_tokenised_are_searched_and_in_no_count_of_turns(prompt):
+    template = ChatTemplate(chat_tokenizer())
+    names = {"category": "c", "max_length": 1000, "audit": Audit()}
+    given = [
+        Conversation(name, "c", (), *template.rows(user(text), row_id=name, **names))
+        for name, text in (("held", prompt), ("other", "something else"))
+    ]
+    renderer = Renderer(template, 1000, 261, Audit(EvaluationPrompts({"p": [prompt]})))
+    audit = renderer(given).audit
+    assert audit.overlap.examples == ["held"]
+    assert (audit.conversations, audit.turns.total()) == (2, 0)
 
 
 def test_words_ignore_case_and_punctuation():

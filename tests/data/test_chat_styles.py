@@ -181,6 +181,37 @@ def test_a_system_turn_is_in_the_prompt_or_the_row_is_dropped_with_a_reason(name
     assert len(rows) == (2 if STYLES[name].split or name == "mistral" else 1)
 
 
+def test_an_answer_that_came_cut_is_not_taught_to_end_p08(name, template):
+    for reason, taught_text in (("length", "The answer is fo"), ("stop", None), (None, None)):
+        rows = template.rows(
+            chat("Hi", "OK", "Well?", "The answer is fo"),
+            row_id="r",
+            category="c",
+            max_length=10_000,
+            audit=Audit(),
+            stop_reason=reason,
+        )
+        texts = [template.tokenizer.decode(taught(row)) for row in rows]
+        want = expected(name, "OK", "The answer is fo")
+        if taught_text:
+            whole = STYLES[name].answer.format(taught_text)
+            want[-1] = want[-1].removesuffix(whole) + whole.split(taught_text)[0] + taught_text
+        assert texts == want
+        assert [row.stop_reason for row in rows] == [*[None] * (len(rows) - 1), reason]
+
+
+def test_an_empty_answer_that_was_cut_leaves_the_one_before_its_end_p08(name, template):
+    (row,) = template.rows(
+        chat("Hi", "OK", "Well?", " "),
+        row_id="r",
+        category="c",
+        max_length=10_000,
+        audit=Audit(),
+        stop_reason="length",
+    )
+    assert template.tokenizer.decode(taught(row)) == expected(name, "OK")[0]
+
+
 # Reasoning
 
 
@@ -229,6 +260,34 @@ def test_an_answer_goes_on_where_the_prompt_opens_the_reasoning_p03():
         prompt = template.prompt_ids(messages[:end])
         assert row.token_ids[: len(prompt)] == prompt
         assert row.loss_mask.index(1) == len(prompt)
+
+
+def thinking_template() -> ChatTemplate:
+    """Qwen3-Thinking: the prompt opens the reasoning, and past answers are shown with theirs."""
+    tokenizer = style_tokenizer("qwen3")
+    head, prompt = tokenizer.chat_template.rsplit("assistant\\n", 1)
+    tokenizer.chat_template = head + "assistant\\n<think>\\n" + prompt
+    template = ChatTemplate(tokenizer)
+    opening = template.tokenizer.decode(template.prompt_ids(chat("x")))
+    assert opening.endswith("<|im_start|>assistant\n<think>\n")
+    return template
+
+
+@pytest.mark.parametrize(
+    ("answer", "want"),
+    [
+        ({"content": "<think>\nhm\n</think>\n\nOK"}, "hm\n</think>\n\nOK<|im_end|>"),
+        ({"content": "OK", "reasoning_content": "hm"}, "hm\n</think>\n\nOK<|im_end|>"),
+        ({"content": "OK"}, "OK<|im_end|>"),
+        (
+            {"content": "<think>\nhm\n</think>\n\n", "tool_calls": TOOL_CHAT[1]["tool_calls"]},
+            "hm\n</think>\n\n" + STYLES["qwen3"].call,
+        ),
+    ],
+)
+def test_reasoning_that_prompt_and_template_both_open_is_supervised_from_its_text_p03(answer, want):
+    messages = [*chat("x"), {"role": "assistant"} | answer]
+    assert texts_of(thinking_template(), messages) == [want]
 
 
 def test_an_answer_without_the_reasoning_that_the_prompt_opens_is_dropped_p03():

@@ -141,6 +141,23 @@ def test_a_system_column_becomes_the_system_turn(tmp_path):
     assert conversation.messages == (*turns(("system", "be brief")), *HELLO)
 
 
+def test_a_system_field_beside_another_system_turn_is_told(tmp_path):
+    chat = [*turns(("system", "be brief")), *HELLO]
+    rows = [{"system": text, "messages": chat} for text in ("be brief", "be long")]
+    kept, account = read_conversations(write(tmp_path / "a", *rows), need_answers=True)
+    assert kept[0].messages == kept[1].messages == tuple(chat)
+    assert told(account, "repaired") == [
+        (2, "by leaving out its system field, as its turns begin with another")
+    ]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_kept_whatever_it_is_called(tmp_path, name):
+    chat = [HELLO[0], HELLO[1] | {name: "a"}]
+    (kept,), _ = read_conversations(write(tmp_path / "a", {"messages": chat}), need_answers=True)
+    assert kept.messages[1] == HELLO[1] | {"reasoning_content": "a"}
+
+
 def test_a_repeated_id_is_made_unique_and_counted(tmp_path):
     rows = [{"id": name, "prompt": "a"} for name in ("x", "x-line3", "x")]
     kept, account = read_conversations(write(tmp_path / "a", *rows), need_answers=False)
@@ -179,6 +196,20 @@ def test_an_id_that_looks_like_a_line_does_not_meet_the_line(tmp_path):
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "with a turn that is not text alone",
         ),
+        (
+            {"tools": ["f"], "messages": HELLO},
+            "with tool definitions that are not a list of objects",
+        ),
+        ({"tools": "f(", "messages": HELLO}, "with tool definitions that are not valid JSON"),
+        ({"system": ["a"], "messages": HELLO}, "with a system field that is not text"),
+        (
+            {"messages": [HELLO[0], HELLO[1] | {"reasoning": ["a"]}]},
+            "with reasoning that is not text",
+        ),
+        (
+            {"messages": [HELLO[0], HELLO[1] | {"function_call": {"name": "f"}}]},
+            "with a function_call, which no template reads; give tool_calls",
+        ),
         ({"input_ids": [5], "loss_mask": [1]}, "with token ids, which hold no turn to answer"),
     ],
 )
@@ -198,6 +229,13 @@ def test_a_badly_encoded_line_costs_one_row(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl: no such file"):
         read_conversations(tmp_path / "nowhere.jsonl", need_answers=True)
+
+
+@pytest.mark.parametrize("name", ["stop_reason", "finish_reason"])
+def test_how_the_last_answer_ended_is_kept_p08(tmp_path, name):
+    given = write(tmp_path / "a", {"messages": HELLO, name: "length"}, {"messages": HELLO})
+    kept, _ = read_conversations(given, need_answers=True)
+    assert [c.stop_reason for c in kept] == ["length", None]
 
 
 # Tools
@@ -233,13 +271,20 @@ def test_arguments_given_as_text_become_the_object_they_spell(tmp_path):
 
 
 def test_what_is_left_out_of_a_row_is_told(tmp_path):
-    path = write(tmp_path / "a", {"messages": TOOL_CHAT, "tools": [{"name": "add"}]})
+    path = write(tmp_path / "a", {"messages": TOOL_CHAT})
     (conversation,), account = read_conversations(path, need_answers=False)
     assert conversation.messages == (TOOL_CHAT[0],)
     assert told(account, "repaired") == [
-        (1, "by leaving out its tool definitions"),
         (1, "by leaving out tool turns, which follow answers"),
     ]
+
+
+@pytest.mark.parametrize("need_answers", [True, False])
+def test_tool_definitions_are_kept_also_where_a_table_keeps_them_as_text(tmp_path, need_answers):
+    tools = [{"name": "add"}]
+    rows = [{"messages": TOOL_CHAT, "tools": given} for given in (tools, json.dumps(tools), [])]
+    kept, _ = read_conversations(write(tmp_path / "a", *rows), need_answers=need_answers)
+    assert [c.tools for c in kept] == [tuple(tools), tuple(tools), ()]
 
 
 def test_two_answers_running_are_not_joined_where_one_calls_a_tool(tmp_path):

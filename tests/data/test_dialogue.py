@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 
 import pytest
-from fixtures_chat import CHATML, CHATML_STRIPS, IM_END, IM_START, chat_tokenizer
+from fixtures_chat import (
+    BOS,
+    CHATML,
+    CHATML_STRIPS,
+    IM_END,
+    IM_START,
+    bos_chat_tokenizer,
+    chat_tokenizer,
+)
 from transformers import PreTrainedTokenizerBase
 
 from headstart.data.answering import Answer
@@ -100,10 +108,11 @@ def test_p03_a_template_that_strips_reasoning_gives_one_row_an_answer():
 
 
 def test_a_part_is_not_named_like_another_conversation():
-    asked = dialogue(tokenizer=chat_tokenizer(CHATML_STRIPS), taken=("a", "a-1"))
+    taken = ("a", "a-1", "a-2", "a-2-again")
+    asked = dialogue(tokenizer=chat_tokenizer(CHATML_STRIPS), taken=taken)
     say(asked, "<think>a</think>b")
     say(asked, "<think>c</think>d")
-    assert [row.row_id for row in asked.rows()] == ["a-1-again", "a-2"]
+    assert [row.row_id for row in asked.rows()] == ["a-1-again", "a-2-again-again"]
 
 
 def test_an_answer_that_its_text_tokenises_otherwise_starts_a_new_row():
@@ -127,6 +136,51 @@ def test_p08_a_cut_answer_teaches_no_end_of_turn_and_ends_its_conversation():
     assert row.token_ids[-1] != IM_END
     assert row.stop_reason == "length"
     assert "noted: 1 ended before a turn after an answer cut by length" in summary(asked)
+
+
+def hundred_token_prompt() -> list[dict[str, str]]:
+    empty = len(dialogue([{"role": "user", "content": ""}]).ask.token_ids)
+    return [{"role": "user", "content": "x" * (100 - empty)}]
+
+
+@pytest.mark.parametrize("longest", [110, 120])
+def test_p08_an_answer_longer_than_the_room_is_cut_there(longest):
+    """100 prompt tokens and 20 answer tokens at 110: exactly 10 are supervised."""
+    asked = dialogue(hundred_token_prompt(), longest=longest)
+    assert len(asked.ask.token_ids) == 100
+    room = asked.ask.max_new_tokens
+    ids = [9] * 19 + [IM_END]
+    asked.take(Answer("a", ids[:room], "stop" if room >= 20 else "length"))
+    (row,) = asked.rows()
+    assert (len(row.token_ids), row.supervised) == (longest, longest - 100)
+    assert row.token_ids[100:] == ids[: longest - 100]
+    assert row.stop_reason == ("length" if longest == 110 else "stop")
+
+
+def test_p08_a_prompt_that_fills_the_row_is_never_asked():
+    asked = dialogue(hundred_token_prompt(), longest=100)
+    assert asked.ask is None
+    assert asked.rows() == []
+    assert "dropped: 1 with a prompt of 100 tokens or more" in summary(asked)
+
+
+def test_p05_a_generated_row_has_one_bos_and_the_ids_of_a_prepared_one():
+    tokenizer = bos_chat_tokenizer()
+    asked = dialogue(QUESTIONS[:1], tokenizer=tokenizer)
+    prompt = list(asked.ask.token_ids)
+    say(asked, "yo")
+    (made,) = asked.rows()
+    (prepared,) = ChatTemplate(tokenizer).rows(
+        [QUESTIONS[0], {"role": "assistant", "content": "yo"}],
+        row_id="a",
+        category="talk",
+        max_length=500,
+        audit=Audit(),
+    )
+    for ids in (prompt, made.token_ids, prepared.token_ids):
+        assert ids[0] == BOS
+        assert ids.count(BOS) == 1
+    assert (made.token_ids, made.loss_mask) == (prepared.token_ids, prepared.loss_mask)
 
 
 def test_p08_a_cut_last_answer_keeps_the_ends_of_those_before():
@@ -203,6 +257,23 @@ def test_an_unusable_answer_is_counted_and_what_came_before_kept(answered):
     assert len(asked.rows()) == answered
     want = "noted: 1 ended before a turn whose text" if answered else "dropped: 1 whose text is odd"
     assert want in summary(asked)
+
+
+TOOL = {"type": "function", "function": {"name": "weather"}}
+CHATML_TOOLS = "{% for t in tools or [] %}{{ (t | tojson) + '\\n' }}{% endfor %}" + CHATML
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_TOOLS])
+def test_tool_definitions_are_in_every_prompt_or_told_to_be_left_out(template):
+    given = Conversation("a", "talk", QUESTIONS, tools=(TOOL,))
+    one = ChatTemplate(chat_tokenizer(template))
+    asked = Dialogue(given, one, longest=900, max_new_tokens=9, temperature=0.0)
+    say(asked, "OK")
+    text = chat_tokenizer().decode(asked.ask.token_ids)
+    writes = template == CHATML_TOOLS
+    assert text.count('"weather"') == writes
+    told = "without tool definitions, which the template leaves out"
+    assert (told in summary(asked)) == (not writes)
 
 
 def test_a_conversation_without_a_user_turn_is_dropped():

@@ -364,6 +364,29 @@ def test_prompts_that_leave_no_room_are_counted_and_dropped(tmp_path):
     assert "1 with a prompt of 80 tokens or more" in read_rows(tmp_path / "rows")[1].summary
 
 
+def test_every_note_has_the_place_of_its_prompt(tmp_path):
+    rows = [
+        {"id": "mine", "prompt": "a <|im_start|> b"},
+        {"id": "good", "prompt": "hi"},
+        {"prompt": ""},
+        {"id": "two", "turns": ["hi", "a <|im_end|> b"]},
+    ]
+    path = prompts_file(tmp_path / "a.jsonl", *rows)
+    data = DataConfig(path=str(path), num_prompts=None, split="all")
+    notes = []
+    for _ in range(2):  # taken up, it tells the same
+        answered(tmp_path / "rows", data=data)
+        notes.append((tmp_path / "rows" / "row_notes.jsonl").read_text())
+    assert notes[0] == notes[1]
+    found = [json.loads(line) for line in notes[0].splitlines()]
+    assert {note.pop("file") for note in found} == {str(path)}
+    assert sorted((n["line"], n.get("row_id"), n["what"]) for n in found) == [
+        (1, "mine", "dropped"),
+        (3, None, "dropped"),
+        (4, "two", "repaired"),
+    ]
+
+
 def test_a_prompt_with_a_marker_in_it_is_dropped_with_the_reason(tmp_path):
     path = prompts_file(tmp_path / "a.jsonl", {"prompt": "hi"}, {"prompt": "<|im_start|>user"})
     data = DataConfig(path=str(path), num_prompts=None, split="all")

@@ -15,11 +15,13 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
-from fixtures_chat import CHATML_STRIPS, chat_tokenizer
+from fixtures_chat import CHATML, CHATML_STRIPS, chat_tokenizer
 from training import CHAT_VOCAB, chat_target, command, save_target, saved
 
 from headstart.data import render
+from headstart.data.capture import capture
 from headstart.data.conversations import Conversation
+from headstart.data.notes import Note
 from headstart.data.render import CHUNK, Renderer, render_all
 from headstart.data.rows import TokenRow, read_rows
 from headstart.data.template import Audit, ChatTemplate
@@ -138,7 +140,10 @@ def test_a_tokenised_row_is_cut_and_counted_like_any_other(renderer):
     (part,) = render_all(given, renderer, workers=1)
     assert [(len(row.token_ids), row.supervised) for row in part.rows] == [(200, 50)]
     assert part.audit.conversations == 2
-    assert part.refused == [("gone", "truncated away")]
+    assert part.notes == [
+        Note("repaired", "cut to max_length", None, "cut"),
+        Note("dropped", "truncated away", None, "gone"),
+    ]
 
 
 # The command
@@ -170,8 +175,37 @@ def test_every_row_that_was_dropped_is_named_in_a_file(twenty_thousand):
     text = (twenty_thousand / "rows" / "row_notes.jsonl").read_text()
     notes = [json.loads(line) for line in text.splitlines()]
     assert len(notes) == 2000
-    lines = {note.get("line") or int(note["row_id"].removeprefix("line-")) for note in notes}
-    assert lines == set(range(1, 20_001, ODD))
+    assert {note["file"] for note in notes} == {str(twenty_thousand / "chats.jsonl")}
+    assert {note["line"] for note in notes} == set(range(1, 20_001, ODD))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_note_has_place_and_id_of_its_row(target_path, few_alone, tmp_path, workers):
+    rows = [
+        {"id": "mine", "prompt": "a <|im_end|> b", "completion": "c"},
+        {"id": "long", "prompt": "a", "completion": "b" * 300},
+        {"id": "longer", "prompt": "a" * 300, "completion": "b"},
+        {"id": "good", "prompt": "a", "completion": "b"},
+        {"id": "bad"},
+    ]
+    good = [{"id": f"{n}", "prompt": "a", "completion": "b"} for n in range(3 * CHUNK)]
+    chats = tmp_path / "a.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in good + rows))
+    command(*arguments(target_path, chats, tmp_path / "rows", f"workers={workers}"))
+    notes = [json.loads(x) for x in (tmp_path / "rows" / "row_notes.jsonl").open()]
+    assert {note.pop("file") for note in notes} == {str(chats)}
+    found = sorted((n["line"] - len(good), n.get("row_id"), n["what"], n["reason"]) for n in notes)
+    assert found == [
+        (1, "mine", "dropped", "with the special token <|im_end|> inside a turn"),
+        (2, "long", "repaired", "cut to max_length"),
+        (3, "longer", "dropped", "truncated away"),
+        (
+            5,
+            None,
+            "dropped",
+            "without any of messages, conversations, prompt, turns, input_ids",
+        ),
+    ]
 
 
 def test_a_row_holds_the_answer_of_its_line(twenty_thousand):
@@ -195,6 +229,39 @@ def test_a_row_whose_id_an_earlier_one_has_is_renamed_and_counted(target_path, t
     rows, meta = read_rows(tmp_path / "rows")
     assert [row.row_id for row in rows] == ["x-1", "x-1-again", "x-2"]
     assert "1 renamed, as an earlier row had their id" in meta.summary
+    notes = [json.loads(x) for x in (tmp_path / "rows" / "row_notes.jsonl").open()]
+    assert [(note["row_id"], note["reason"][:7]) for note in notes] == [
+        ("x", "split w"),
+        ("x-1-again", "renamed"),
+    ]
+
+
+def test_p18_rows_and_a_capture_of_another_template_text_are_refused(target_path, tmp_path):
+    """The other text renders the same ids: nothing but the text tells the two apart."""
+    chats = write_chats(tmp_path / "a.jsonl", 20)
+    command(*arguments(target_path, chats, tmp_path / "rows"))
+    shutil.copytree(target_path, tmp_path / "other")
+    chat_tokenizer("{# edited #}" + CHATML).save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit, match=r"rows: holds rows .* made with chat template="):
+        command(*arguments(tmp_path / "other", chats, tmp_path / "rows"))
+    command(*arguments(tmp_path / "other", chats, tmp_path / "more"))
+    (rows, meta), (more, other) = (read_rows(tmp_path / name) for name in ("rows", "more"))
+    assert list(rows) == list(more)
+    capture(chat_target(), rows, tmp_path / "features", meta=meta)
+    with pytest.raises(ValueError, match=r"features: made with template_hash=.*choose another"):
+        capture(chat_target(), more, tmp_path / "features", meta=other)
+
+
+def test_no_row_is_longer_than_the_targets_context(target_path, tmp_path):
+    row = {"prompt": "a", "completion": "b" * 3000}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    given = arguments(target_path, tmp_path / "a.jsonl", tmp_path / "rows", "data.max_length=9999")
+    command(*given)
+    ((row,), meta) = read_rows(tmp_path / "rows")
+    assert len(row.token_ids) == 2048
+    assert "1 cut to max_length" in meta.summary
+    log = (tmp_path / "rows" / "cli.log").read_text()
+    assert "data.max_length=9999 is more than the target's context of 2048 tokens" in log
 
 
 @pytest.fixture

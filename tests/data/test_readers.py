@@ -93,10 +93,59 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, name, damage):
         ids(path)
 
 
+def test_a_damaged_page_of_a_table_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "a.parquet"
+    as_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200] + b"\xff" * 60 + whole[260:])
+    with pytest.raises(ValueError, match=r"a\.parquet: .*make it again"):
+        ids(path)
+
+
 def test_null_columns_of_a_table_are_fields_that_are_not_there(tmp_path):
     rows = [ROWS[0], {"id": "b", "prompt": "x", "completion": "y", "category": "chat"}]
     as_parquet(tmp_path / "a.parquet", rows)
     assert ids(tmp_path / "a.parquet") == ["row 0", "b"]
+
+
+CALLS = [
+    {
+        "id": name,
+        "messages": [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+            },
+        ],
+    }
+    for name, arguments in (("a", {"city": "Oslo"}), ("b", {"query": {"q": "x"}, "n": [1, 2]}))
+]
+
+
+@pytest.mark.parametrize("kind", ["table", "dataset"])
+def test_arguments_in_a_table_hold_no_fields_of_other_rows(tmp_path, kind):
+    from datasets import Dataset
+
+    path = tmp_path / "a.parquet"
+    as_parquet(path, CALLS)
+    if kind == "dataset":
+        path = tmp_path / "saved"
+        Dataset.from_parquet(str(tmp_path / "a.parquet")).save_to_disk(path)
+    kept, _ = read_conversations(path, need_answers=True)
+    assert [c.messages[1]["tool_calls"] for c in kept] == [
+        row["messages"][1]["tool_calls"] for row in CALLS
+    ]
+
+
+def test_a_null_argument_in_json_lines_stays(tmp_path):
+    row = json.loads(json.dumps(CALLS[0]))
+    row["messages"][1]["tool_calls"][0]["function"]["arguments"]["unit"] = None
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (kept,), _ = read_conversations(tmp_path / "a.jsonl", need_answers=True)
+    function = kept.messages[1]["tool_calls"][0]["function"]
+    assert function["arguments"] == {"city": "Oslo", "unit": None}
 
 
 def test_a_table_without_a_known_column_is_an_error_that_lists_its_columns(tmp_path):
@@ -152,6 +201,17 @@ def test_a_directory_is_read_in_order_of_its_files_names(folder):
 def test_a_glob_reads_what_it_matches(folder):
     assert len(ids(f"{folder}/*.jsonl*")) == 4
     assert len(ids(f"{folder}/**/*.parquet")) == 2
+
+
+def test_a_glob_leaves_out_what_a_directory_would(folder):
+    assert len(ids(f"{folder}/*")) == 4
+    assert opened(f"{folder}/*").left_out == ("README.md",)
+
+
+def test_a_glob_of_unknown_names_alone_is_read_as_json_lines(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(TEXT)
+    assert len(ids(f"{tmp_path}/*.txt")) == 1200
 
 
 def test_places_name_their_file_where_there_are_several(folder):
@@ -231,6 +291,19 @@ def test_a_saved_dataset_is_read_by_its_split(saved_dataset, split, count, strea
 def test_a_split_that_is_not_there_is_named_with_those_that_are(saved_dataset):
     with pytest.raises(ValueError, match=r"data\.path=.*saved: .*no split dev; it has test, train"):
         list(opened(saved_dataset, split="dev").rows())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_damaged_dataset_is_an_error_that_names_it(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "mine" / "train.parquet"
+    path.parent.mkdir()
+    as_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200] + b"\xff" * 60 + whole[260:])
+    rows = opened(path.parent, format="dataset", streaming=streaming)
+    with pytest.raises(ValueError, match=r"data\.path=.*mine: the dataset cannot be loaded \("):
+        list(rows.rows())
 
 
 def test_a_dataset_is_named_by_its_content_and_split(saved_dataset):

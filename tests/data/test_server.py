@@ -307,6 +307,20 @@ def test_another_chat_template_is_refused_with_both_renderings():
             backend(chat)
 
 
+def test_a_template_that_writes_todays_date_is_not_compared_and_the_tokenizer_is(caplog):
+    caplog.set_level("INFO")
+    dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    target, other = (
+        target_of(talking_target().model, chat_tokenizer(dated, merges=merges), name="tiny-talking")
+        for merges in ((), (("u", "s"),))
+    )
+    with serving(target) as chat:
+        backend(chat, target=target)
+        assert "writes today's date and is not compared" in caplog.text
+        with pytest.raises(ValueError, match="serve the target with its own tokenizer"):
+            backend(chat, target=other)
+
+
 def test_another_tokenizer_is_noticed_where_only_text_is_tokenised():
     target = target_of(
         talking_target().model, chat_tokenizer(merges=(("a", "n"),)), name="tiny-talking"

@@ -110,6 +110,21 @@ def test_the_summary_tells_how_much_came_from_where(two):
     assert f"taken 7 from {two[0]}, 5 from {two[1]}" in summary
 
 
+def test_two_sources_of_one_path_are_told_apart(two):
+    sources = [SourceConfig(two[0], limit=7), SourceConfig(two[0], limit=5)]
+    config = DataConfig(sources=sources, num_prompts=None, split="all")
+    summary = load_conversations(config, need_answers=True)[1]
+    assert f"taken 7 from {two[0]} (data.sources[0]), 5 from {two[0]} (data.sources[1])" in summary
+
+
+def test_a_source_of_a_mixture_without_a_usable_row_is_named(tmp_path, two):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("junk\n")
+    sources = [SourceConfig(str(bad), weight=1e9), SourceConfig(two[0], weight=1e-9)]
+    with pytest.raises(ValueError, match=r"ended at once, as .*/bad\.jsonl has no usable row in"):
+        taken(sources)
+
+
 def test_tokenised_rows_fall_into_both_splits_by_their_prompts(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [{"input_ids": [n, 5, 6], "loss_mask": [0, 0, 1]} for n in range(200)]

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from fixtures_chat import (
     BOS,
@@ -11,7 +13,9 @@ from fixtures_chat import (
     merging_chat_tokenizer,
 )
 from models import target_of, tiny_model
+from tokenizers import Tokenizer, normalizers
 from training import CHAT_VOCAB
+from transformers import AutoTokenizer
 
 from headstart.data.features import make_features
 from headstart.data.template import Audit, ChatTemplate, TemplateRefusal, TokenRow
@@ -140,22 +144,11 @@ def test_all_paths_start_with_exactly_one_bos_p05():
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer.encode(text)[:2] == [BOS, BOS]  # the fault that rendering to text brings
     prompt = template.prompt_ids(messages[:1])
-    (row,), audit = rows_of(template, messages)
-    answer = row.token_ids[len(prompt) :]
-    made = template.row_from_answer(
-        messages[:1],
-        answer,
-        stop_reason="stop",
-        row_id="r",
-        category="c",
-        max_length=100,
-        audit=audit,
-    )
-    for ids in (prompt, row.token_ids, made.token_ids):
+    (row,), _ = rows_of(template, messages)
+    for ids in (prompt, row.token_ids):
         assert ids[0] == BOS
         assert ids.count(BOS) == 1
-    assert made.token_ids == row.token_ids
-    assert made.loss_mask == row.loss_mask
+    assert row.token_ids[: len(prompt)] == prompt
 
 
 def test_capture_sees_the_ids_of_the_row_p05():
@@ -175,42 +168,18 @@ def hundred_token_prompt(template: ChatTemplate) -> list[dict[str, str]]:
     return messages
 
 
-@pytest.mark.parametrize("generated", [False, True])
 @pytest.mark.parametrize(("max_length", "supervised"), [(100, 0), (110, 10), (120, 20)])
-def test_truncation_keeps_what_is_left_of_the_answer_p08(generated, max_length, supervised):
+def test_truncation_keeps_what_is_left_of_the_answer_p08(max_length, supervised):
     template = ChatTemplate(chat_tokenizer())
     messages = hundred_token_prompt(template)
     audit = Audit()
     names = {"row_id": "r", "category": "c", "max_length": max_length, "audit": audit}
-    if generated:
-        row = template.row_from_answer(messages, [9] * 19 + [IM_END], stop_reason="stop", **names)
-        rows = [row] if row else []
-    else:
-        answer = {"role": "assistant", "content": "y" * 19}
-        rows = template.rows([*messages, answer], **names)
+    rows = template.rows([*messages, {"role": "assistant", "content": "y" * 19}], **names)
     assert [row.supervised for row in rows] == ([supervised] if supervised else [])
     assert all(len(row.token_ids) == len(row.loss_mask) == max_length for row in rows)
     assert audit.dropped == ({} if supervised else {"truncated away": 1})
     assert audit.noted == ({"cut to max_length": 1} if supervised == 10 else {})
     assert [row.stop_reason == "length" for row in rows] == [supervised == 10] * len(rows)
-
-
-def test_an_answer_cut_in_generation_teaches_no_end_of_turn_p08():
-    template = ChatTemplate(chat_tokenizer())
-    messages = hundred_token_prompt(template)
-    audit = Audit()
-    row = template.row_from_answer(
-        messages,
-        [9] * 20,
-        stop_reason="length",
-        row_id="r",
-        category="c",
-        max_length=1000,
-        audit=audit,
-    )
-    assert row.token_ids[100:] == [9] * 20
-    assert row.loss_mask == [0] * 100 + [1] * 20
-    assert row.stop_reason == "length"
 
 
 def test_a_conversation_without_an_answer_is_dropped_with_a_reason():
@@ -226,6 +195,25 @@ def test_a_template_that_refuses_a_role_is_counted_not_raised():
     rows, audit = rows_of(ChatTemplate(chat_tokenizer(strict)), chat("a", "b", "c", "d"))
     assert rows == []
     assert audit.dropped == {"refused by the chat template (one turn only)": 1}
+
+
+@pytest.mark.parametrize(
+    ("expression", "told"),
+    [
+        ("message['content'].index('probe')", "substring not found"),
+        ("'{:d}'.format(message['content'])", "Unknown format code"),
+        ("(message['content'] | length - 1) // 0", "by zero"),
+    ],
+)
+def test_whatever_an_expression_of_the_template_raises_drops_the_row(expression, told):
+    text = "{% if message['content'] == 'odd' %}{{ " + expression + " }}{% endif %}"
+    template = ChatTemplate(chat_tokenizer(CHATML.replace("{{", text + "{{", 1)))
+    rows, audit = rows_of(template, chat("odd", "b"))
+    assert rows == []
+    (reason,) = audit.dropped
+    assert reason.startswith("refused by the chat template (")
+    assert told in reason
+    assert len(rows_of(template, chat("a", "b"))[0]) == 1
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused():
@@ -246,6 +234,116 @@ def test_the_hash_follows_the_template_text_and_the_special_ids():
     no_bos.bos_token = "</s>"
     assert one != ChatTemplate(no_bos).hash
     assert len(one) == 16
+
+
+def test_the_hash_follows_the_order_of_the_merges_p18():
+    """The same vocabulary, merged in the other order, splits "and" otherwise."""
+    one = chat_tokenizer(merges=(("a", "n"), ("n", "d")))
+    state = json.loads(one.backend_tokenizer.to_str())
+    state["model"]["merges"].reverse()
+    backend = Tokenizer.from_str(json.dumps(state))
+    other = chat_tokenizer()
+    other._tokenizer = backend
+    assert one.get_vocab() == other.get_vocab()
+    assert one.tokenize("and") != other.tokenize("and")
+    assert ChatTemplate(one).hash != ChatTemplate(other).hash
+
+
+def test_the_hash_follows_the_normalizer_p18():
+    lower = chat_tokenizer()
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert ChatTemplate(lower).hash != ChatTemplate(chat_tokenizer()).hash
+
+
+def test_the_hash_follows_neither_use_nor_a_copy_on_disk(tmp_path):
+    tokenizer = chat_tokenizer()
+    before = ChatTemplate(tokenizer).hash
+    tokenizer(["a", "bc"], padding=True, truncation=True, max_length=2)
+    assert ChatTemplate(tokenizer).hash == before
+    tokenizer.save_pretrained(tmp_path)
+    assert ChatTemplate(AutoTokenizer.from_pretrained(tmp_path)).hash == before
+
+
+# Tools
+
+TOOL = {"type": "function", "function": {"name": "weather"}}
+CHATML_TOOLS = "{% for t in tools or [] %}{{ (t | tojson) + '\\n' }}{% endfor %}" + CHATML
+
+
+def test_tool_definitions_are_in_the_prompt_and_not_supervised():
+    template = ChatTemplate(chat_tokenizer(CHATML_TOOLS))
+    (plain,), _ = rows_of(template, chat("x", "y"))
+    (row,), audit = rows_of(template.offering([TOOL]), chat("x", "y"))
+    text = template.tokenizer.decode(row.token_ids)
+    assert text == json.dumps(TOOL) + "\n" + template.tokenizer.decode(plain.token_ids)
+    assert supervised_text(template, row) == "y<|im_end|>"
+    prompt = template.offering([TOOL]).prompt_ids(chat("x"))
+    assert row.token_ids[: len(prompt)] == prompt
+    assert not audit.noted
+
+
+def test_tool_definitions_that_the_template_leaves_out_are_told():
+    template = ChatTemplate(chat_tokenizer()).offering([TOOL])
+    (row,), audit = rows_of(template, chat("x", "y"))
+    assert "weather" not in template.tokenizer.decode(row.token_ids)
+    assert audit.noted == {"without tool definitions, which the template leaves out": 1}
+
+
+def test_a_marker_inside_a_tool_definition_drops_the_row_p01():
+    tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
+    template = ChatTemplate(chat_tokenizer(CHATML_TOOLS)).offering([tool])
+    rows, audit = rows_of(template, chat("x", "y"))
+    assert rows == []
+    assert audit.dropped == {"with the special token <|im_end|> inside a tool definition": 1}
+
+
+def test_a_template_of_its_own_for_tools_is_used_and_is_in_the_hash():
+    named = {"default": CHATML, "tool_use": "{{ 'tools ' }}" + CHATML_TOOLS}
+    template = ChatTemplate(chat_tokenizer(named))
+    (row,), _ = rows_of(template.offering([TOOL]), chat("x", "y"))
+    assert template.tokenizer.decode(row.token_ids).startswith("tools {")
+    (plain,), _ = rows_of(template, chat("x", "y"))
+    assert template.tokenizer.decode(plain.token_ids).startswith("<|im_start|>")
+    assert template.hash != ChatTemplate(chat_tokenizer()).hash
+
+
+def test_a_template_that_joins_arguments_to_text_is_given_text():
+    joins = CHATML.replace(
+        "+ message['content']",
+        "+ message['content'] + (message.tool_calls[0].function.name"
+        " + message.tool_calls[0].function.arguments if message.tool_calls else '')",
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [*chat("x"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = ChatTemplate(chat_tokenizer(joins))
+    (row,), _ = rows_of(template, messages)
+    assert supervised_text(template, row) == 'f{"a": 1}<|im_end|>'
+
+
+# Today's date, which some templates write
+
+LLAMA_DATE = """{%- if not date_string is defined %}
+{%- if strftime_now is defined %}{%- set date_string = strftime_now( "%d %b %Y" ) %}{%- endif %}
+{%- endif %}{{ date_string }}"""
+MACRO_DATE = "{% macro day() %}{{ strftime_now('%Y-%m-%d') + '!' }}{% endmacro %}{{ day() }}"
+
+
+@pytest.mark.parametrize(
+    ("dated", "want"), [(LLAMA_DATE, "26 Jul 2024"), (MACRO_DATE, "2024-07-26!")]
+)
+def test_a_template_writes_one_day_whatever_today_is(dated, want):
+    template = ChatTemplate(chat_tokenizer(dated + CHATML))
+    (row,), _ = rows_of(template, chat("x", "y"))
+    for ids in (template.prompt_ids(chat("x")), row.token_ids):
+        assert template.tokenizer.decode(ids).startswith(want + "<|im_start|>user")
+    assert supervised_text(template, row) == "y<|im_end|>"
+    assert template.has_clock
+
+
+def test_a_date_that_cannot_be_held_is_refused():
+    dated = "{% set how = '%Y' %}{{ strftime_now(how) }}" + CHATML
+    with pytest.raises(ValueError, match="calls strftime_now with something else than a text"):
+        ChatTemplate(chat_tokenizer(dated))
 
 
 def test_a_maximum_length_of_zero_is_refused():

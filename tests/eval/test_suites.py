@@ -44,6 +44,21 @@ def test_requests_start_from_the_rendered_prompt(tmp_path):
     assert suite.requests[0].token_ids[0] == IM_START
 
 
+def test_the_tools_of_a_prompt_are_offered_or_said_to_be_left_out(tmp_path):
+    rows = questions(2)
+    rows[1]["tools"] = [{"type": "function", "function": {"name": "weather"}}]
+    path = write(tmp_path / "q.jsonl", rows)
+    suite = load(suite=path, num_prompts=2)
+    assert suite.dropped == "1 prompts without tool definitions, which the template leaves out"
+    writes = ChatTemplate(chat_tokenizer("{{ tools | tojson if tools else '' }}" + CHATML))
+    offered = load_suite(EvalConfig(suite=path, num_prompts=2), writes)
+    texts = [TEMPLATE.tokenizer.decode(request.token_ids) for request in offered.requests]
+    assert ["weather" in text for text in texts] == [False, True]
+    assert offered.dropped == ""
+    plain = load(suite=write(tmp_path / "p.jsonl", questions(2)), num_prompts=2)
+    assert plain.hash != suite.hash == offered.hash
+
+
 def test_prompts_are_taken_evenly_over_the_file(tmp_path):
     suite = load(suite=write(tmp_path / "q.jsonl", questions(80)), num_prompts=16)
     assert [r.prompt_id for r in suite.requests] == [str(5 * i) for i in range(16)]
