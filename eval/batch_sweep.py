@@ -51,7 +51,9 @@ def batch_sweep(
         bounds = (size, config.max_pass_tokens)
         runner = Runner(target, sampling, tuple(stop_ids), *bounds, policies_of(arms))
         drafters = [NoDrafter(target.device), *(arm.drafter for arm in arms)]
-        runner.warm_up(drafters, suite.requests, max(size, config.warmup_prompts // size * size))
+        # As many groups as otherwise prompts, so that policies begin with every shape tried.
+        again = config.warmup_prompts
+        runner.warm_up(drafters, list(groups[0]) * again, size * again)
         plain, *drafted = _in_turns(runner, drafters, groups, config.repeats)
         for arm, of_arm, done in zip(arms, points, drafted, strict=True):
             point = _point(size, plain, done, config)
