@@ -155,7 +155,7 @@ def _arms(runtime: str, options: argparse.Namespace) -> list[Arm]:
 def _tree(name: str) -> TreeConfig:
     register()
     with initialize_config_module(CONF, version_base="1.3"):
-        return OmegaConf.to_object(compose(f"tree/{name}").tree)
+        return OmegaConf.to_object(compose("eval", [f"tree={name}"]).tree)
 
 
 def _print(arms: Sequence[Arm], options: argparse.Namespace) -> None:

@@ -13,7 +13,8 @@ from headstart import cli
 from headstart.data.source import DataConfig
 from headstart.eval.settings import EvalConfig
 from headstart.heads.checkpoint import load_head
-from headstart.heads.runtime import RuntimeConfig, TargetConfig
+from headstart.heads.load import TargetConfig
+from headstart.heads.runtime import RuntimeConfig
 from headstart.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -207,6 +208,7 @@ def test_files_are_missed_before_the_target_is_loaded(arguments, message, tmp_pa
         (TargetConfig, {"dtype": "int8"}, r"target\.dtype=int8: expected one of float32"),
         (TargetConfig, {"attention": "flash"}, r"target\.attention=flash: tree masks need sdpa"),
         (RuntimeConfig, {"threads": 0}, r"runtime\.threads=0: need at least 1, or null"),
+        (RuntimeConfig, {"compile": ["head"]}, r"runtime\.compile=\['head'\]: unknown head"),
     ],
 )
 def test_a_bad_value_names_its_field(kind, values, message):
