@@ -242,6 +242,7 @@ def test_files_are_missed_before_the_target_is_loaded(arguments, message, tmp_pa
         (TargetConfig, {"dtype": "int8"}, r"target\.dtype=int8: expected one of float32"),
         (TargetConfig, {"attention": "flash"}, r"target\.attention=flash: tree masks need sdpa"),
         (RuntimeConfig, {"threads": 0}, r"runtime\.threads=0: need at least 1, or null"),
+        (RuntimeConfig, {"compile": ["head"]}, r"runtime\.compile=\['head'\]: unknown head"),
     ],
 )
 def test_a_bad_value_names_its_field(kind, values, message):

@@ -24,7 +24,12 @@ from headstart.heads.compiled import Compilation, Compiler
 from headstart.heads.runtime import CompiledTarget, RuntimeConfig, late_warning
 from headstart.heads.target import Target
 
-FAMILIES = ("medusa", "eagle", "eagle3", "hydra_heads")
+FAMILIES = (
+    "medusa",
+    "eagle3",
+    pytest.param("eagle", marks=pytest.mark.slow),
+    pytest.param("hydra_heads", marks=pytest.mark.slow),
+)
 TREE = TreeShape.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]])
 BOTH = ["target", "drafter"]
 
@@ -156,6 +161,7 @@ def test_other_architectures_compile_and_give_the_eager_texts(name: str) -> None
     assert tokens_of(run(target, None, prompts)) == tokens_of(run(eager, None, prompts))
 
 
+@pytest.mark.slow
 def test_an_unpacked_target_is_compiled_as_well(eager: Target) -> None:
     target, prompts = _target(compiled=True, pack=False), requests(2, 16)
     assert tokens_of(run(target, None, prompts)) == tokens_of(run(eager, None, prompts))
@@ -200,6 +206,7 @@ def test_no_c_compiler_is_an_error_with_its_cure() -> None:
         RuntimeConfig(compile=["target"]).attach(target_of(tiny_model()))
 
 
+@pytest.mark.slow
 def test_layers_with_equal_weights_shapes_but_other_sums_do_not_share_a_graph() -> None:
     target = target_of(tiny_model())
     target.layers[2].self_attn.scaling *= 2  # nothing but the trace can tell
