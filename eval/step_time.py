@@ -28,6 +28,8 @@ SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 WIDTHS = (1, 2, 4, 8, 16, 32)
 """M of the probed draft steps."""
 PROBE_TOKENS = 12
+PLAIN_EVERY = 6
+"""Probes between two of plain decoding: every prediction is divided by its time."""
 FIRST_RANKS = 4
 """Children of the root in the tree whose drafting takes no step."""
 
@@ -169,17 +171,30 @@ def measure(
     drafters += [head_drafter(head, target.parts, probe.tree, sampling) for probe in shapes]
     rounds: list[list[Round]] = [[] for _ in drafters]
     groups = [_texts(texts, repeat, batch) for repeat in range(repeats)]
-    total = (1 + repeats) * len(drafters)
+    total = (1 + repeats) * len(turn_order(len(shapes), 0))
     with tqdm(total=total, desc="timing", unit="probe", mininterval=1.0) as bar:
         for turn, group in enumerate([groups[0], *groups]):
-            for i in range(len(drafters)):
-                number = (i + turn) % len(drafters)
+            for number in turn_order(len(shapes), turn * len(shapes) // (1 + repeats)):
                 timed = _rounds(target, drafters[number], group, sampling)
                 rounds[number] += timed if turn > 0 else []
                 bar.update()
     contexts = sorted({len(text.token_ids) for group in groups for text in group})
     sizes = [drafter.num_nodes for drafter in drafters[1:]]
     return _tables(shapes, sizes, rounds, batch, contexts, head.depths_at_once)
+
+
+def turn_order(probes: int, shift: int) -> list[int]:
+    """Return who is timed in a turn: probes 1 .. from `shift` on and round, 0 for plain decoding.
+
+    Turns shift by a part of the whole, and plain decoding comes up again and again, so that a
+    machine that slows down within a turn slows neither the same probes nor plain decoding alone.
+    """
+    rotated = [1 + (i + shift) % probes for i in range(probes)]
+    return [
+        number
+        for i, probe in enumerate(rotated)
+        for number in ((0, probe) if i % PLAIN_EVERY == 0 else (probe,))
+    ]
 
 
 def _texts(texts: Sequence[Request], repeat: int, batch: int) -> list[Request]:

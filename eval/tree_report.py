@@ -157,7 +157,7 @@ def plot(
     done = [(row.option.nodes, row.gap, row.option.tokens_per_s) for row in rows]
     points = [(nodes, speed * (1 + gap)) for nodes, gap, speed in done if gap is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), "rx", label="measured")
+        axes.plot(*zip(*points, strict=True), "rx", label="measured speedup x plain line")
     axes.set_xlabel("nodes verified a round, the root included")
     axes.set_ylabel("tokens a second")
     axes.set_title("Predicted decoding speed by draft tree (triangles: presets)", fontsize=10)

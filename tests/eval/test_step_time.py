@@ -10,7 +10,7 @@ from scripted import Clock
 from headstart.eval.engine import decode as loop
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree import TreeShape
-from headstart.eval.step_time import Curve, StepTimes, measure, never_falling, probes
+from headstart.eval.step_time import Curve, StepTimes, measure, never_falling, probes, turn_order
 
 GREEDY = SamplingConfig()
 TIMES = StepTimes(
@@ -106,6 +106,11 @@ def test_every_size_is_probed_and_every_probe_fits_the_head(family: str) -> None
     assert times.known_depths == (3 if family == "medusa" else 1)
     shortest = min(times.plain, *times.verify.values(), times.first)
     assert shortest > 0
+
+
+def test_every_probe_has_its_turn_once_and_plain_decoding_all_along() -> None:
+    assert turn_order(8, 3) == [0, 4, 5, 6, 7, 8, 1, 0, 2, 3]
+    assert sorted(turn_order(37, 11)) == [0] * 7 + list(range(1, 38))
 
 
 def test_a_small_vocabulary_bounds_the_fans() -> None:
