@@ -1,9 +1,16 @@
 """Fixtures that many tests share; the builders are in models.py."""
 
+import signal
+
 import pytest
 from models import target_of, tiny_model
 
 from headstart.heads.target import Target
+
+
+# A shell lets what it starts in the background ignore Ctrl-C, and children inherit that: the tests
+# that interrupt a command would wait for nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
