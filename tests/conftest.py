@@ -7,7 +7,6 @@ from models import target_of, tiny_model
 
 from headstart.heads.target import Target
 
-
 # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that: the tests
 # that interrupt a command would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
