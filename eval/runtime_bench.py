@@ -10,16 +10,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli import CONF, register
 from headstart.data.prompts import generate_prompts
 from headstart.data.template import ChatTemplate
 from headstart.eval.engine.decode import Request
@@ -153,9 +152,10 @@ def _arms(runtime: str, options: argparse.Namespace) -> list[Arm]:
 
 
 def _tree(name: str) -> TreeConfig:
-    register()
-    with initialize_config_module(CONF, version_base="1.3"):
-        return OmegaConf.to_object(compose("eval", [f"tree={name}"]).tree)
+    """Return an option of the tree group."""
+    values = OmegaConf.load(str(resources.files("headstart.conf") / "tree" / f"{name}.yaml"))
+    del values["defaults"]
+    return TreeConfig(**OmegaConf.to_container(values))
 
 
 def _print(arms: Sequence[Arm], options: argparse.Namespace) -> None:
