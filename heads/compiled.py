@@ -1,7 +1,7 @@
 """Compiled layers: each layer of the target or of a head runs as one inductor graph.
 
 A layer is traced once for each class of sizes (one row or several, one token or several), and every
-layer whose trace is the same shares the graph, its weights among the inputs: compiling takes
+layer of the same operations shares the graph, its weights among the inputs: compiling takes
 seconds, and no size that decoding meets needs another graph. Sizes that vary (rows, tokens, slots
 read, capacity) are symbols of the graph; what it assumes of them is checked whenever a new
 combination comes up. No graph has a break in it, so nothing can fall back unseen.
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
 from headstart.heads.cache import KVCache
@@ -106,7 +107,7 @@ class GraphCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the new rows and return what is read, as KVCache does."""
-        rows_R1 = torch.arange(len(self._slots_RN), device=self._slots_RN.device)[:, None]
+        rows_R1 = torch.arange(self._slots_RN.shape[0], device=self._slots_RN.device)[:, None]
         for stored, new in ((self._keys, key_states), (self._values, value_states)):
             stored[rows_R1, :, self._slots_RN] = new.transpose(1, 2)
         return self._keys[:, :, : self._extent], self._values[:, :, : self._extent]
@@ -148,9 +149,8 @@ class Layer:
             given = len(call.tensors) - (0 if cache is None else 2)
             inputs, stored = call.tensors[:given], call.tensors[given:]
             outputs = self.replays(graph.run, inputs, stored, self.weights)
-        return (
-            outputs[0] if graph.output.is_leaf() else pytree.tree_unflatten(outputs, graph.output)
-        )
+        alone = graph.output.is_leaf()
+        return outputs[0] if alone else pytree.tree_unflatten(outputs, graph.output)
 
     def _watch(self, call: Call, cache: KVCache | None, args: tuple, kwargs: dict) -> Any:
         """Run eagerly and note what the layer was given, and which cache layer it wrote."""
@@ -268,7 +268,7 @@ class Compiler:
             layer.learn(list(zip(one, other, strict=True)))
 
     def compile(self, layer: Layer, one: Call, other: Call) -> Graph:
-        """Trace a layer and compile the trace, unless another layer's was the same.
+        """Trace and compile a layer, unless another one of the same operations was.
 
         Raises RuntimeError naming the layer for one that cannot be traced or compiled.
         """
@@ -288,30 +288,81 @@ class Compiler:
         return graph
 
     def _compile(self, layer: Layer, one: Call, other: Call) -> Graph:
-        fakes, shapes, mode = _symbolic(one, other, layer.weights)
-        count, output = len(other.tensors), []
-
-        def run(*inputs: Tensor) -> list[Any]:
-            args, kwargs = _write(other.layout, inputs[:count])
-            weights = {f"layer.{n}": w for n, w in zip(layer.names, inputs[count:], strict=True)}
-            result = torch.func.functional_call(_Unhooked(layer), weights, tuple(args), kwargs)
-            leaves, spec = pytree.tree_flatten(result)
-            output.append(spec)
-            return leaves
-
-        with mode, torch.no_grad():
-            traced = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
-        key = (traced.code, tuple((f.dtype, f.device, str(tuple(f.shape))) for f in fakes))
-        own = any(node.op == "get_attr" for node in traced.graph.nodes)  # constants of this layer
-        key = (id(layer), key) if own else key
+        sizes = [(a.shape, b.shape) for a, b in zip(one.tensors, other.tensors, strict=True)]
+        key = (other.layout, str(sizes), *_operations(layer, other))
         if key not in self._made:
-            with torch._inductor.config.patch(OPTIONS), tracing(TracingContext(mode)):
-                compiled = compile_fx(traced, fakes)
-            assumed = [guard.expr for guard in mode.shape_env.guards]
-            self._made[key] = Graph(other.layout, shapes, assumed, compiled, output[0])
+            self._made[key] = _graph(layer, one, other)
             self.info.graphs += 1
             self.info.late += self.timing
         return self._made[key]
+
+
+def _graph(layer: Layer, one: Call, other: Call) -> Graph:
+    """Trace a layer over stand-ins of its inputs and compile the trace."""
+    fakes, shapes, mode = _symbolic(one, other, layer.weights)
+    output: list[pytree.TreeSpec] = []
+
+    def run(*inputs: Tensor) -> list[Any]:
+        leaves, spec = pytree.tree_flatten(_called(layer, other.layout, inputs))
+        output.append(spec)
+        return leaves
+
+    with mode, torch.no_grad():
+        traced = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+    with torch._inductor.config.patch(OPTIONS), tracing(TracingContext(mode)):
+        compiled = compile_fx(traced, fakes)
+    assumed = [guard.expr for guard in mode.shape_env.guards]
+    return Graph(other.layout, shapes, assumed, compiled, output[0])
+
+
+def _called(layer: Layer, layout: Layout, inputs: Sequence[Tensor]) -> Any:
+    """Return what a layer's own forward makes of these inputs, its weights the last of them."""
+    given = len(inputs) - len(layer.weights)
+    args, kwargs = _write(layout, inputs[:given])
+    weights = {f"layer.{n}": w for n, w in zip(layer.names, inputs[given:], strict=True)}
+    return torch.func.functional_call(_Unhooked(layer), weights, tuple(args), kwargs)
+
+
+def _operations(layer: Layer, call: Call) -> tuple[Any, ...]:
+    """Return every operation of a call in order, operands numbered as they come up.
+
+    Layers of equal operations compute the same, and one trace does for all; a tensor that is
+    neither given nor computed belongs to one layer alone, whose trace is then its own.
+    """
+    inputs = [*call.tensors, *layer.weights]
+    with torch.no_grad(), _Log(inputs) as log:
+        _called(layer, call.layout, inputs)
+    return (*log.entries, id(layer) if log.foreign else None)
+
+
+class _Log(TorchDispatchMode):
+    """Notes operations, tensors by number, and whether one came from elsewhere."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.entries: list[tuple[Any, ...]] = []
+        self.foreign = False
+        self._kept = list(inputs)  # alive, so that no other tensor gets the identity of one of them
+        self._number = {id(tensor): number for number, tensor in enumerate(inputs)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = pytree.tree_leaves((args, kwargs))
+        self.foreign |= any(isinstance(v, Tensor) and id(v) not in self._number for v in operands)
+        result = func(*args, **kwargs)
+        self.entries.append((str(func), *map(self._named, operands)))
+        self.entries.append(tuple(map(self._named, pytree.tree_leaves(result))))
+        return result
+
+    def _named(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        if id(value) not in self._number:
+            self._number[id(value)] = len(self._kept)
+            self._kept.append(value)
+        return self._number[id(value)], tuple(value.shape), value.dtype, value.device
 
 
 class _Unhooked(nn.Module):

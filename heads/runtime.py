@@ -99,8 +99,9 @@ class CompiledPasses:
     def prepare(self, batch: int) -> None:
         """Make every graph that passes of up to `batch` rows can need, unless they are there."""
         classes = {(many, several) for many in {False, batch > 1} for several in (False, True)}
-        for many, several in sorted(classes - self._done):
-            self._done.add((many, several))
+        missing = sorted(classes - self._done)
+        self._done |= classes  # before the passes, which ask for caches themselves
+        for many, several in missing:
             self.compiler.learn(
                 self._layers,
                 lambda turn, many=many, several=several: self.passes(
