@@ -16,6 +16,11 @@ PASSING = (408, 425, 429)
 LONGEST_WAIT = 30.0
 
 
+def is_address(url: str) -> bool:
+    """Whether a text is the address of a server, such as http://host:8000."""
+    return urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
+
+
 class HttpRefusal(ValueError):
     """The server answered that it will not do what was asked; another try would not help."""
 
@@ -44,8 +49,7 @@ class HttpClient:
         key: str | None = None,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(f"{url}: not an address; expected something like http://host:8000")
+        assert is_address(url), f"{url}: who configures a server checks its address"
         # Users copy the address with /v1 from a client's settings, where it belongs.
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout, self.retries, self._wait = timeout, retries, wait

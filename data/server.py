@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 from headstart.data.answering import Answer, Ask, at_temperature
-from headstart.data.http_json import HttpClient
+from headstart.data.http_json import HttpClient, is_address
 from headstart.data.server_checks import (
     check_answers,
     check_prompt,
@@ -48,6 +48,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.timeout > 0:
             raise ValueError(f"generate.server.timeout={self.timeout}: need more than 0 seconds")
+        if self.url is not None and not is_address(self.url):
+            raise ValueError(
+                f"generate.server.url={self.url}: not an address; expected something like "
+                "http://host:8000"
+            )
         if self.retries < 0:
             raise ValueError(f"generate.server.retries={self.retries}: need at least 0")
 

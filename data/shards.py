@@ -100,6 +100,10 @@ def read_index(directory: Path) -> dict[str, Any]:
 
     Raises FileNotFoundError for a store that was never finished, ValueError for an older one.
     """
+    if not (directory / INDEX).is_file():
+        raise FileNotFoundError(
+            f"{directory / INDEX}: no such file; run headstart capture to its end there"
+        )
     index = read_json(directory / INDEX)
     if index.get("format") != FORMAT:
         raise ValueError(

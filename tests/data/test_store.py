@@ -186,7 +186,7 @@ def test_a_shard_of_another_length_than_the_index_says_is_refused(tmp_path):
 def test_a_capture_that_was_never_finished_is_refused(tmp_path):
     captured(tmp_path)
     (tmp_path / "index.json").unlink()
-    with pytest.raises(FileNotFoundError, match="index.json"):
+    with pytest.raises(FileNotFoundError, match=r"index.json: no such file; run headstart capture"):
         FeatureStore(tmp_path)
 
 
