@@ -11,6 +11,7 @@ sampled, they need not be, and the later turns would then compare the arms on di
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -125,19 +126,24 @@ class Runner:
         return session
 
     def decode(self, drafter: Drafter, group: Sequence[Request]) -> list[Completion]:
-        """Decode one group in lockstep; return its completions in order, sharing its wall time."""
+        """Decode one group; return its completions in order, sharing its wall time.
+
+        A group larger than the batch waits for rows that end.
+        """
+        start = time.perf_counter()
         completions = decode(
             self.target,
             drafter,
             group,
             sampling=self.sampling,
             stop_ids=self.stop_ids,
-            batch_size=len(group),
+            batch_size=self.batch_size,
             policy=self.policies.get(id(drafter)),
             max_pass_tokens=self.max_pass_tokens,
         )
         done = {completion.prompt_id: completion for completion in completions}
-        return _share([done[request.prompt_id] for request in group])
+        wall = time.perf_counter() - start
+        return _share([done[request.prompt_id] for request in group], wall)
 
 
 class _Progress:
@@ -199,12 +205,11 @@ def _rotated(count: int, by: int) -> list[int]:
     return [(by + i) % count for i in range(count)]
 
 
-def _share(group: list[Completion]) -> list[Completion]:
+def _share(group: list[Completion], wall: float) -> list[Completion]:
     """Share the wall time of a group equally, and each round's among the rows that were in it.
 
     What the rows of a group add up to is then what the group took, as it is for single prompts.
     """
-    wall = max(c.seconds for c in group)
     return [
         replace(
             c,

@@ -21,15 +21,19 @@ SAMPLES = 5
 """Rounds of one shape whose median time counts, the newest ones."""
 
 
-def best_depth(survival_K: Sequence[float], seconds_K1: Sequence[float]) -> int:
+def best_depth(
+    survival_K: Sequence[float], seconds_K1: Sequence[float], *, slack: float = 0.0
+) -> int:
     """Return the depth of most tokens a second, 0 to K; ties go to the shallowest.
 
     survival_K[d] is the share of rows that accept depth d and all before, seconds_K1[k] the time
-    of a round that drafts k levels, in any unit.
+    of a round that drafts k levels, in any unit. Rates of drafts within `slack` of the best are
+    ties: where estimates are noisy the largest likely errs, and a shallow error costs less.
     """
     tokens_K1 = itertools.accumulate(survival_K, initial=1.0)
     rates = [tokens / seconds for tokens, seconds in zip(tokens_K1, seconds_K1, strict=True)]
-    return rates.index(max(rates))
+    enough = (1 - slack) * max(rates)
+    return next(k for k, rate in enumerate(rates) if rate >= (enough if k else max(rates)))
 
 
 class Acceptance:
@@ -72,7 +76,7 @@ class Acceptance:
 class RoundSeconds:
     """Seconds of a round by its shape (rows, drafted depth): measured where tried, else fitted.
 
-    The first round of a shape may compile or allocate: it counts only while little else is known.
+    The first round of a shape may compile or allocate: it counts only until there is another.
     """
 
     def __init__(self) -> None:
@@ -100,8 +104,9 @@ class RoundSeconds:
         later = self._later.get((rows, depth), ())
         if len(later) > 1:
             return statistics.median(later)
+        # All shapes count: without the few plain rounds there would be no telling what drafts cost.
         measured = {shape: statistics.median(samples) for shape, samples in self._later.items()}
-        return fitted_seconds(measured if len(measured) > 2 else self._first, rows, depth)
+        return fitted_seconds(self._first | measured, rows, depth)
 
 
 def fitted_seconds(measured: dict[tuple[int, int], float], rows: int, depth: int) -> float:

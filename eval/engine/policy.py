@@ -64,23 +64,29 @@ class AdaptivePolicy(DraftPolicy):
     """Drafts to the depth of most tokens a second, by running estimates; 0 where none pays.
 
     Every probe_every rounds a depth beside the best is tried, nothing at all included, so that
-    both estimates stay fresh and drafting comes back where it pays again. With a cost given, no
-    clock is read.
+    both estimates stay fresh and drafting comes back where it pays again. It begins with the
+    deepest draft, none and one level, and does so again when the rows have doubled. With a cost
+    given, no clock is read.
     """
+
+    slack = 0.02
+    """A deeper draft must promise that much more; it is what measured times are sure to."""
 
     def __init__(self, cost: float | None, *, memory: int, probe_every: int) -> None:
         self.cost, self.probe_every = cost, probe_every
         self.acceptance, self.seconds = Acceptance(memory), RoundSeconds()
-        self._to_try: list[int] | None = None if cost is None else []
-        self._since_probe = 0
+        self._to_try: list[int] = []
+        self._tried_at, self._since_probe = 0, 0
 
     def limit(self, rows: int, deepest: int) -> DraftLimit:
         """Return the best depth, or one to learn about."""
-        if self._to_try is None:  # a first pass of a shape does not count, the second does
-            self._to_try = [*dict.fromkeys((deepest, 0, 1))] * 2
+        if self.cost is None and rows >= 2 * self._tried_at:
+            # Twice, since a first pass of a shape does not count where there is a second.
+            self._to_try, self._tried_at = [*dict.fromkeys((deepest, 0, 1))] * 2, rows
         if self._to_try:
             return DraftLimit(depth=self._to_try.pop(0))
-        best = best_depth(self.acceptance.survival(deepest), self._costs(rows, deepest))
+        survival_K, costs_K1 = self.acceptance.survival(deepest), self._costs(rows, deepest)
+        best = best_depth(survival_K, costs_K1, slack=0.0 if self.cost else self.slack)
         self._since_probe += 1
         if self._since_probe < self.probe_every:
             return DraftLimit(depth=best)

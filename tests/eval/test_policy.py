@@ -92,6 +92,14 @@ def test_nothing_is_drafted_where_no_depth_pays():
     assert best_depth(survival(0.3), line(0.29)) == 1
 
 
+def test_rates_of_drafts_within_the_slack_are_ties_that_the_shallowest_wins():
+    rates = [0.99, 0.98, 1.0]  # of 1, 2 and 3 tokens a round
+    seconds = [tokens / rate for tokens, rate in zip((1, 2, 3), rates, strict=True)]
+    found = [best_depth([1.0, 1.0], seconds, slack=slack) for slack in (0.0, 0.01, 0.03, 0.5)]
+    assert found == [2, 2, 1, 1]
+    assert best_depth([1.0], [1.0, 2.0], slack=0.5) == 0
+
+
 def test_a_depth_beyond_one_that_does_not_pay_may_be_the_best():
     assert best_depth([0.9, 0.9, 0.9], [1.0, 2.0, 2.1, 2.2]) == 3
 
@@ -163,6 +171,14 @@ def test_the_first_round_of_a_shape_does_not_count_and_the_median_does():
     assert found.of(2, 1) == 3.0
     assert found.last(2, 1) == 4
     assert found.last(2, 0) == 0
+
+
+def test_one_plain_round_is_enough_to_tell_what_drafts_cost_at_other_rows():
+    found = RoundSeconds()
+    for rows, depth, times in ((16, 0, 1), (16, 1, 3), (16, 2, 3), (16, 3, 3), (15, 3, 5)):
+        for _ in range(times):
+            found.add(rows, depth, seconds_of(rows, depth))
+    assert found.of(14, 0) == pytest.approx(seconds_of(14, 0), rel=0.05)
 
 
 def test_only_the_newest_rounds_of_a_shape_count():
@@ -280,6 +296,16 @@ def test_drafting_comes_back_when_it_pays_again():
     after = [machine.round(policy) for _ in range(600)]
     assert before[-50:].count(0) >= 40  # a probe may be accepted by chance, and drafts follow
     assert after[-50:].count(0) <= 2
+
+
+def test_the_policy_tries_depths_anew_when_the_rows_have_doubled():
+    policy, asked = adaptive(), []
+    for rows in [4] * 8 + [7] * 2 + [8] * 7:
+        depth = policy.limit(rows, 5).depth
+        asked.append(depth)
+        policy.learn(depth, [depth] * rows, [chain_round(0, depth)] * rows, seconds_of(rows, depth))
+    assert asked[:6] == [5, 0, 1, 5, 0, 1]
+    assert asked[10:16] == [5, 0, 1, 5, 0, 1]
 
 
 def test_a_given_cost_reads_no_clock():
