@@ -68,9 +68,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--suite", help="JSON Lines file of prompts; default: generated ones")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 5])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument(
-        "--prompts", type=int, default=16, help="at least; four for every row of a batch"
-    )
+    parser.add_argument("--prompts", type=int, default=16, help="at least")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/batch_bench"))
