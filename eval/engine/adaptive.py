@@ -47,17 +47,17 @@ class Acceptance:
         self.came_K: list[float] = []
         self.passed_K: list[float] = []
 
-    def add(self, allowed: Sequence[int], rounds: Sequence[Round]) -> None:
-        """Count one round of several rows, each of which had room for `allowed` levels.
+    def add(self, asked: int, rounds: Sequence[Round]) -> None:
+        """Count one round of several rows, drafted to the depth asked for.
 
-        A depth that the drafter had nothing for counts as not accepted; one behind a stop token
-        does not count.
+        What counts is what was gained: a depth is not accepted that the drafter had nothing for,
+        that lies behind a stop token, or that a row near its end had no room for.
         """
-        grown = max(0, max(allowed) - len(self.came_K))
+        grown = max(0, asked - len(self.came_K))
         self.came_K = [self.keep * n for n in self.came_K] + [0.0] * grown
         self.passed_K = [self.keep * n for n in self.passed_K] + [0.0] * grown
-        for room, one in zip(allowed, rounds, strict=True):
-            for depth in range(min(room, one.accepted + (one.stop != "cut"))):
+        for one in rounds:
+            for depth in range(min(asked, one.accepted + 1)):
                 self.came_K[depth] += 1
                 self.passed_K[depth] += one.accepted > depth
 
@@ -80,20 +80,24 @@ class RoundSeconds:
     """
 
     def __init__(self) -> None:
-        self._first: dict[tuple[int, int], float] = {}
-        self._later: dict[tuple[int, int], deque[float]] = {}
+        self._newest: dict[tuple[int, int], deque[float]] = {}
+        self._median: dict[tuple[int, int], float] = {}
         self._tried: dict[tuple[int, int], int] = {}
+        self._weights: np.ndarray | None = None
         self._rounds = 0
 
     def add(self, rows: int, depth: int, seconds: float) -> None:
         """Count a round."""
         shape = (rows, depth)
         if shape in self._tried:
-            self._later.setdefault(shape, deque(maxlen=SAMPLES)).append(seconds)
+            newest = self._newest.setdefault(shape, deque(maxlen=SAMPLES))
+            newest.append(seconds)
+            self._median[shape] = statistics.median(newest)
         else:
-            self._first[shape] = seconds
+            self._median[shape] = seconds
         self._rounds += 1
         self._tried[shape] = self._rounds
+        self._weights = None
 
     def last(self, rows: int, depth: int) -> int:
         """Return when such a round was last tried, as the number of the round; 0 for never."""
@@ -101,30 +105,29 @@ class RoundSeconds:
 
     def of(self, rows: int, depth: int) -> float:
         """Return the estimated seconds: a median of two or more, or else the fit."""
-        later = self._later.get((rows, depth), ())
-        if len(later) > 1:
-            return statistics.median(later)
-        # All shapes count: without the few plain rounds there would be no telling what drafts cost.
-        measured = {shape: statistics.median(samples) for shape, samples in self._later.items()}
-        return fitted_seconds(self._first | measured, rows, depth)
+        if len(self._newest.get((rows, depth), ())) > 1:
+            return self._median[rows, depth]
+        if self._weights is None:
+            # All shapes: without the few plain rounds there would be no telling what drafts cost.
+            self._weights = fit_seconds(self._median)
+        least = 0.5 * min(self._median.values())
+        return max(float(_terms([(rows, depth)])[0] @ self._weights), least)
 
 
-def fitted_seconds(measured: dict[tuple[int, int], float], rows: int, depth: int) -> float:
-    """Return the seconds at a shape (rows, depth) by least squares over those measured.
+def fit_seconds(measured: dict[tuple[int, int], float]) -> np.ndarray:
+    """Return the weights of `_terms` by least squares over the seconds of shapes (rows, depth).
 
     Linear in rows, depth, rows x depth and whether anything is drafted: a pass over n tokens costs
-    a + b n, a level of drafting c + d rows. Relative errors count. Never below half of the least.
+    a + b n, a level of drafting c + d rows. Relative errors count.
     """
-    shapes = np.array(list(measured), dtype=np.float64)
+    design = _terms(list(measured))
     seconds = np.array(list(measured.values()))
-    scale = np.abs(_terms(shapes)).max(axis=0)
+    scale = np.abs(design).max(axis=0)
     scale[scale == 0] = 1.0
-    design = _terms(shapes) / scale
-    weights = np.linalg.lstsq(design / seconds[:, None], np.ones(len(seconds)), rcond=1e-6)[0]
-    found = _terms(np.array([[rows, depth]], dtype=np.float64)) / scale @ weights
-    return max(float(found[0]), 0.5 * float(seconds.min()))
+    weighted = design / scale / seconds[:, None]
+    return np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=1e-6)[0] / scale
 
 
-def _terms(shapes: np.ndarray) -> np.ndarray:
-    rows, depth = shapes.T
+def _terms(shapes: Sequence[tuple[int, int]]) -> np.ndarray:
+    rows, depth = np.array(shapes, dtype=np.float64).T
     return np.stack([np.ones_like(rows), rows, rows * depth, depth, depth > 0], axis=1)

@@ -24,10 +24,8 @@ class DraftPolicy:
         """Return the limit of a round of so many rows; the drafter drafts `deepest` levels."""
         return FULL
 
-    def learn(
-        self, depth: int, allowed: Sequence[int], rounds: Sequence[Round], seconds: float
-    ) -> None:
-        """Learn from a round: the depth asked for, what each row had room for, how it went."""
+    def learn(self, depth: int, rounds: Sequence[Round], seconds: float) -> None:
+        """Learn from a round: the depth asked for, how it went in each row, the time it took."""
 
 
 class TablePolicy(DraftPolicy):
@@ -99,11 +97,9 @@ class AdaptivePolicy(DraftPolicy):
             return [1 + depth * self.cost for depth in range(deepest + 1)]
         return [self.seconds.of(rows, depth) for depth in range(deepest + 1)]
 
-    def learn(
-        self, depth: int, allowed: Sequence[int], rounds: Sequence[Round], seconds: float
-    ) -> None:
+    def learn(self, depth: int, rounds: Sequence[Round], seconds: float) -> None:
         """Update both estimates."""
-        self.acceptance.add(allowed, rounds)
+        self.acceptance.add(depth, rounds)
         self.seconds.add(len(rounds), depth, seconds)
 
 

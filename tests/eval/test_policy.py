@@ -20,7 +20,6 @@ from headstart.eval.engine.adaptive import (
     Acceptance,
     RoundSeconds,
     best_depth,
-    fitted_seconds,
 )
 from headstart.eval.engine.decode import Request
 from headstart.eval.engine.drafters import head as head_drafters
@@ -107,38 +106,38 @@ def test_a_depth_beyond_one_that_does_not_pay_may_be_the_best():
 def test_acceptance_counts_the_rows_that_came_to_a_depth():
     found = Acceptance(memory=10**9)
     for accepted in (2, 0, 3):
-        found.add([4], [chain_round(accepted, 4)])
+        found.add(4, [chain_round(accepted, 4)])
     assert found.came_K == pytest.approx([3, 2, 2, 1])
     assert found.passed_K == pytest.approx([2, 2, 1, 0])
 
 
-def test_acceptance_leaves_out_what_lies_behind_a_stop_token_and_beyond_a_rows_room():
+def test_acceptance_counts_what_was_gained_to_a_stop_token_and_within_a_rows_room():
     found = Acceptance(memory=10**9)
-    found.add([3, 2], [chain_round(2, 3, cut=True), Round(2, 3, 2, 2, 3, "leaf")])
-    assert found.came_K == pytest.approx([2, 2, 0])
+    found.add(3, [chain_round(2, 3, cut=True), Round(2, 3, 2, 2, 3, "leaf")])
+    assert found.came_K == pytest.approx([2, 2, 2])
     assert found.passed_K == pytest.approx([2, 2, 0])
 
 
 def test_a_depth_that_the_drafter_had_nothing_for_is_not_accepted():
     found = Acceptance(memory=10**9)
-    found.add([2], [Round(0, 1, 0, 0, 1, "leaf")])
+    found.add(2, [Round(0, 1, 0, 0, 1, "leaf")])
     assert (found.came_K, found.passed_K) == ([1, 0], [0, 0])
 
 
 def test_acceptance_fades_with_every_round_plain_ones_too():
     found = Acceptance(memory=2)
-    found.add([1], [chain_round(1, 1)])
+    found.add(1, [chain_round(1, 1)])
     for _ in range(3):
-        found.add([0], [Round(0, 1, 0, 0, 1, "leaf")])
+        found.add(0, [Round(0, 1, 0, 0, 1, "leaf")])
     assert found.came_K == [0.125]
 
 
 def test_a_depth_never_tried_is_taken_to_be_accepted_as_often_as_the_others():
     found = Acceptance(memory=10**9)
     for _ in range(1000):
-        found.add([1], [chain_round(1, 1)])
+        found.add(1, [chain_round(1, 1)])
     for _ in range(1000):
-        found.add([1], [chain_round(0, 1)])
+        found.add(1, [chain_round(0, 1)])
     assert found.survival(3) == pytest.approx([0.5, 0.25, 0.125], abs=0.01)
     assert Acceptance(memory=8).survival(2) == pytest.approx([PRIOR, PRIOR**2])
     assert PRIOR_WEIGHT > 0
@@ -148,20 +147,30 @@ def seconds_of(rows: int, depth: int) -> float:
     return 30 + 0.8 * rows * (1 + depth) + 2.5 * depth + 1.5 * (depth > 0)
 
 
+def times_of(shapes) -> RoundSeconds:
+    found = RoundSeconds()
+    for rows, depth in shapes:
+        found.add(rows, depth, seconds_of(rows, depth))
+    return found
+
+
 def test_the_fit_finds_the_time_of_shapes_never_tried():
-    tried = {(b, k): seconds_of(b, k) for b, k in ((1, 0), (8, 0), (1, 1), (1, 4), (8, 2))}
+    found = times_of([(1, 0), (8, 0), (1, 1), (1, 4), (8, 2)])
     for rows, depth in ((3, 0), (3, 2), (16, 5)):
-        assert fitted_seconds(tried, rows, depth) == pytest.approx(seconds_of(rows, depth))
+        assert found.of(rows, depth) == pytest.approx(seconds_of(rows, depth))
 
 
 def test_the_fit_over_one_batch_size_interpolates_the_depths_there():
-    tried = {(8, k): seconds_of(8, k) for k in (0, 1, 5)}
+    found = times_of([(8, 0), (8, 1), (8, 5)])
     for depth in range(6):
-        assert fitted_seconds(tried, 8, depth) == pytest.approx(seconds_of(8, depth))
+        assert found.of(8, depth) == pytest.approx(seconds_of(8, depth))
 
 
 def test_the_fit_is_never_below_half_of_what_was_ever_measured():
-    assert fitted_seconds({(1, 0): 4.0, (1, 1): 1.0}, 1, 9) >= 0.5
+    found = RoundSeconds()
+    found.add(1, 0, 4.0)
+    found.add(1, 1, 1.0)
+    assert found.of(1, 9) >= 0.5
 
 
 def test_the_first_round_of_a_shape_does_not_count_and_the_median_does():
@@ -259,7 +268,7 @@ class Machine:
         ]
         late = float(torch.rand(1, generator=self._generator)) * self.noise
         seconds = self.time(depth) * (1 + late)
-        policy.learn(depth, [depth] * self.rows, [chain_round(n, depth) for n in accepted], seconds)
+        policy.learn(depth, [chain_round(n, depth) for n in accepted], seconds)
         self.tokens += sum(accepted) + self.rows
         self.seconds += seconds
         return depth
@@ -303,7 +312,7 @@ def test_the_policy_tries_depths_anew_when_the_rows_have_doubled():
     for rows in [4] * 8 + [7] * 2 + [8] * 7:
         depth = policy.limit(rows, 5).depth
         asked.append(depth)
-        policy.learn(depth, [depth] * rows, [chain_round(0, depth)] * rows, seconds_of(rows, depth))
+        policy.learn(depth, [chain_round(0, depth)] * rows, seconds_of(rows, depth))
     assert asked[:6] == [5, 0, 1, 5, 0, 1]
     assert asked[10:16] == [5, 0, 1, 5, 0, 1]
 
