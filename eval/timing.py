@@ -11,7 +11,6 @@ sampled, they need not be, and the later turns would then compare the arms on di
 
 import contextlib
 import logging
-import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -130,7 +129,6 @@ class Runner:
 
         A group larger than the batch waits for rows that end.
         """
-        start = time.perf_counter()
         completions = decode(
             self.target,
             drafter,
@@ -142,8 +140,7 @@ class Runner:
             max_pass_tokens=self.max_pass_tokens,
         )
         done = {completion.prompt_id: completion for completion in completions}
-        wall = time.perf_counter() - start
-        return _share([done[request.prompt_id] for request in group], wall)
+        return _share([done[request.prompt_id] for request in group])
 
 
 class _Progress:
@@ -205,11 +202,12 @@ def _rotated(count: int, by: int) -> list[int]:
     return [(by + i) % count for i in range(count)]
 
 
-def _share(group: list[Completion], wall: float) -> list[Completion]:
+def _share(group: list[Completion]) -> list[Completion]:
     """Share the wall time of a group equally, and each round's among the rows that were in it.
 
     What the rows of a group add up to is then what the group took, as it is for single prompts.
     """
+    wall = max(c.waited + c.seconds for c in group)
     return [
         replace(
             c,
