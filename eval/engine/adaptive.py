@@ -15,10 +15,15 @@ import numpy as np
 
 from headstart.eval.engine.records import Round
 
-PRIOR, PRIOR_WEIGHT = 0.7, 4.0
+PRIOR, PRIOR_WEIGHT = 0.7, 1.0
 """Acceptance assumed before anything was drafted, and the rows that this counts for."""
-SAMPLES = 5
-"""Rounds of one shape whose median time counts, the newest ones."""
+POOL_WEIGHT = 4.0
+"""Rows that the acceptance of all depths counts for at each of them."""
+REMEMBERED = 16.0
+"""Rows that are not forgotten, however long nothing is drafted: the prior would draft again."""
+SAMPLES, FIT_WEIGHT = 5, 2.0
+"""Rounds of one shape whose median time counts, the newest ones; and those that the fit over all
+shapes counts for beside them."""
 
 
 def best_depth(
@@ -39,7 +44,8 @@ def best_depth(
 class Acceptance:
     """Share of rows that accept each depth among those that came so far; older rounds fade.
 
-    They fade with every round, plain ones too: after a while without drafts a few new ones decide.
+    They fade with every round, plain ones too, until few are left: after a while without drafts
+    some new ones decide.
     """
 
     def __init__(self, memory: int) -> None:
@@ -54,8 +60,9 @@ class Acceptance:
         that lies behind a stop token, or that a row near its end had no room for.
         """
         grown = max(0, asked - len(self.came_K))
-        self.came_K = [self.keep * n for n in self.came_K] + [0.0] * grown
-        self.passed_K = [self.keep * n for n in self.passed_K] + [0.0] * grown
+        keep = self.keep if sum(self.came_K) > REMEMBERED else 1.0
+        self.came_K = [keep * n for n in self.came_K] + [0.0] * grown
+        self.passed_K = [keep * n for n in self.passed_K] + [0.0] * grown
         for one in rounds:
             for depth in range(min(asked, one.accepted + 1)):
                 self.came_K[depth] += 1
@@ -69,12 +76,12 @@ class Acceptance:
         pooled = (sum(self.passed_K) + PRIOR * PRIOR_WEIGHT) / (sum(self.came_K) + PRIOR_WEIGHT)
         unknown = [0.0] * max(0, deepest - len(self.came_K))
         counts = zip([*self.passed_K, *unknown], [*self.came_K, *unknown], strict=True)
-        shares = ((p + pooled * PRIOR_WEIGHT) / (n + PRIOR_WEIGHT) for p, n in counts)
+        shares = ((p + pooled * POOL_WEIGHT) / (n + POOL_WEIGHT) for p, n in counts)
         return list(itertools.accumulate(shares, lambda a, b: a * b))[:deepest]
 
 
 class RoundSeconds:
-    """Seconds of a round by its shape (rows, drafted depth): measured where tried, else fitted.
+    """Seconds of a round by its shape (rows, drafted depth): measured, or fitted if tried little.
 
     The first round of a shape may compile or allocate: it counts only until there is another.
     """
@@ -104,14 +111,15 @@ class RoundSeconds:
         return self._tried.get((rows, depth), 0)
 
     def of(self, rows: int, depth: int) -> float:
-        """Return the estimated seconds: a median of two or more, or else the fit."""
-        if len(self._newest.get((rows, depth), ())) > 1:
-            return self._median[rows, depth]
+        """Return the estimated seconds: the median, drawn to the fit where few rounds made it."""
         if self._weights is None:
             # All shapes: without the few plain rounds there would be no telling what drafts cost.
             self._weights = fit_seconds(self._median)
         least = 0.5 * min(self._median.values())
-        return max(float(_terms([(rows, depth)])[0] @ self._weights), least)
+        fitted = max(float(_terms([(rows, depth)])[0] @ self._weights), least)
+        count = len(self._newest.get((rows, depth), ()))
+        measured = self._median.get((rows, depth), fitted)
+        return (count * measured + FIT_WEIGHT * fitted) / (count + FIT_WEIGHT)
 
 
 def fit_seconds(measured: dict[tuple[int, int], float]) -> np.ndarray:

@@ -13,6 +13,9 @@ from headstart.eval.engine.drafters.base import FULL, Drafter, DraftLimit, Limit
 from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.records import Round
 
+FIRST_PROBE = 8
+"""Rounds before the first probe; each next one comes after twice as many, to probe_every."""
+
 
 class DraftPolicy:
     """Says before every round how deep it drafts; this one: as deep as the drafter goes."""
@@ -61,10 +64,10 @@ class SurvivalPolicy(DraftPolicy):
 class AdaptivePolicy(DraftPolicy):
     """Drafts to the depth of most tokens a second, by running estimates; 0 where none pays.
 
-    Every probe_every rounds a depth beside the best is tried, nothing at all included, so that
-    both estimates stay fresh and drafting comes back where it pays again. It begins with the
-    deepest draft, none and one level, and does so again when the rows have doubled. With a cost
-    given, no clock is read.
+    Every probe_every rounds (sooner at first) a depth beside the best is tried, nothing at all
+    included, so that both estimates stay fresh and drafting comes back where it pays again. It
+    begins with the deepest draft, none and one level, and does so again when the rows have doubled.
+    With a cost given, no clock is read.
     """
 
     slack = 0.02
@@ -74,7 +77,7 @@ class AdaptivePolicy(DraftPolicy):
         self.cost, self.probe_every = cost, probe_every
         self.acceptance, self.seconds = Acceptance(memory), RoundSeconds()
         self._to_try: list[int] = []
-        self._tried_at, self._since_probe = 0, 0
+        self._tried_at, self._since_probe, self._probe_after = 0, 0, min(FIRST_PROBE, probe_every)
 
     def limit(self, rows: int, deepest: int) -> DraftLimit:
         """Return the best depth, or one to learn about."""
@@ -86,9 +89,9 @@ class AdaptivePolicy(DraftPolicy):
         survival_K, costs_K1 = self.acceptance.survival(deepest), self._costs(rows, deepest)
         best = best_depth(survival_K, costs_K1, slack=0.0 if self.cost else self.slack)
         self._since_probe += 1
-        if self._since_probe < self.probe_every:
+        if self._since_probe < self._probe_after:
             return DraftLimit(depth=best)
-        self._since_probe = 0
+        self._since_probe, self._probe_after = 0, min(2 * self._probe_after, self.probe_every)
         beside = {depth for depth in (0, best - 1, best + 1) if 0 <= depth <= deepest} - {best}
         return DraftLimit(depth=min(beside, key=lambda depth: self.seconds.last(rows, depth)))
 

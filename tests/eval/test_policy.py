@@ -124,12 +124,14 @@ def test_a_depth_that_the_drafter_had_nothing_for_is_not_accepted():
     assert (found.came_K, found.passed_K) == ([1, 0], [0, 0])
 
 
-def test_acceptance_fades_with_every_round_plain_ones_too():
+def test_acceptance_fades_with_every_round_plain_ones_too_until_few_rows_are_left():
     found = Acceptance(memory=2)
-    found.add(1, [chain_round(1, 1)])
-    for _ in range(3):
+    found.add(1, [chain_round(i % 2, 1) for i in range(80)])
+    seen = []
+    for _ in range(4):
         found.add(0, [Round(0, 1, 0, 0, 1, "leaf")])
-    assert found.came_K == [0.125]
+        seen.append((found.came_K, found.passed_K))
+    assert seen == [([40], [20]), ([20], [10]), ([10], [5]), ([10], [5])]
 
 
 def test_a_depth_never_tried_is_taken_to_be_accepted_as_often_as_the_others():
@@ -269,8 +271,9 @@ class Machine:
         late = float(torch.rand(1, generator=self._generator)) * self.noise
         seconds = self.time(depth) * (1 + late)
         policy.learn(depth, [chain_round(n, depth) for n in accepted], seconds)
-        self.tokens += sum(accepted) + self.rows
-        self.seconds += seconds
+        # What the depth is worth, not what luck made of it: decisions are judged.
+        self.tokens += self.rate(depth) * self.time(depth)
+        self.seconds += self.time(depth)
         return depth
 
 
@@ -285,7 +288,7 @@ def test_adaptive_depth_comes_near_the_best_fixed_one_and_never_far_below_plain(
     machine, policy = Machine(a, rows, slope=slope), adaptive()
     for _ in range(600):
         machine.round(policy)
-    rate = machine.tokens / machine.seconds * (1 + machine.noise / 2)
+    rate = machine.tokens / machine.seconds
     best = max(machine.rate(depth) for depth in range(6))
     assert rate > 0.97 * machine.rate(0)
     assert rate > 0.95 * best
@@ -303,7 +306,7 @@ def test_drafting_comes_back_when_it_pays_again():
     before = [machine.round(policy) for _ in range(300)]
     machine.a = 0.9
     after = [machine.round(policy) for _ in range(600)]
-    assert before[-50:].count(0) >= 40  # a probe may be accepted by chance, and drafts follow
+    assert before[-50:].count(0) >= 48
     assert after[-50:].count(0) <= 2
 
 
