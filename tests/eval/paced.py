@@ -90,8 +90,7 @@ class Whim(DraftPolicy):
 
 
 class Watched:
-    """Passes everything on to a drafter and notes what it drafted, by prompt and position, and within
-    what depth."""
+    """Passes everything on to a drafter; notes, by prompt and position, its drafts and limits."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.drafts, self.depths, self.shown = inner, {}, {}, 0
