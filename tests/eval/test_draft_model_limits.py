@@ -115,7 +115,7 @@ def survived(model: Target, text: list[int], draft: list[int]) -> int:
 def texts_and_drafts(
     target: Target, model: Target, policy: DraftPolicy, prompts: list[Request]
 ) -> list[tuple[list[int], list[int], int]]:
-    """Return the text that each round of a batch stood on, its draft, and how deep that might go."""
+    """Return the text that each round of a batch stood on, its draft, and how deep it might go."""
     drafter = Watched(drafter_of(model, target))
     done = run(target, drafter, prompts, policy=policy, batch_size=3)  # rows that join and move
     texts = {prompt_key(r.prompt_id): [*r.token_ids, *done[r.prompt_id].token_ids] for r in prompts}
