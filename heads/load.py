@@ -81,15 +81,27 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def refuse_missing(path: str, option: str) -> None:
+    """Raise FileNotFoundError for what can only be a local path and is not there.
+
+    A Hub id is NAME or OWNER/NAME.
+    """
+    if path.startswith("package:"):
+        embedded_gguf(path.removeprefix("package:"), option)
+    elif path.endswith(".gguf"):
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{option}={path}: no such file")
+    elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        if not Path(path).expanduser().is_dir():
+            raise FileNotFoundError(f"{option}={path}: no such directory")
+
+
 def _resolve(path: str, option: str) -> str:
+    refuse_missing(path, option)
     if path.startswith("package:"):
         return str(_converted(embedded_gguf(path.removeprefix("package:"), option)))
     if path.endswith(".gguf"):
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{option}={path}: no such file")
         return str(_converted(Path(path)))
-    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
-        raise FileNotFoundError(f"{option}={path}: no such directory")
     return str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
 
 

@@ -23,6 +23,7 @@ from headstart.eval.engine.drafters.config import (
 )
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.result import read_result
+from headstart.eval.run import run
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.checkpoint import info_for, save_head
 from headstart.heads.runtime import RuntimeConfig
@@ -119,6 +120,15 @@ def test_a_draft_model_of_a_shorter_context_is_told(target, model_path):
 def test_a_draft_model_that_is_not_there_is_named_by_its_option(target):
     with pytest.raises(FileNotFoundError, match=r"drafters\.mine\.path=/none: no such directory"):
         arms({"mine": ModelConfig("/none")}, target)
+
+
+def test_a_draft_model_that_is_not_there_is_told_before_the_target_is_loaded(monkeypatch):
+    config = cli.load_config("eval", ["drafter=[model]", "drafters.model.path=runs/no/model"])
+    monkeypatch.setattr("headstart.eval.run.load_target", None)
+    with pytest.raises(
+        FileNotFoundError, match=r"drafters\.model\.path=runs/no/model: no such dir"
+    ):
+        run(config)
 
 
 def test_a_draft_model_of_an_unknown_type_is_refused():
