@@ -126,7 +126,7 @@ def test_a_draft_model_that_is_not_there_is_told_before_the_target_is_loaded(mon
     config = cli.load_config("eval", ["drafter=[model]", "drafters.model.path=runs/no/model"])
     monkeypatch.setattr("headstart.eval.run.load_target", None)
     with pytest.raises(
-        FileNotFoundError, match=r"drafters\.model\.path=runs/no/model: no such dir"
+        FileNotFoundError, match=r"drafters\.model\.path=runs/no/model: no su"
     ):
         run(config)
 
