@@ -88,7 +88,7 @@ def _memory(name: str, config: DrafterConfig) -> tuple[str | None, tuple[str, ..
 
 
 def _model_arm(name: str, config: ModelConfig, target: Target, sampling: SamplingConfig) -> Arm:
-    drafter = model_drafter(config, target, sampling)
+    drafter = model_drafter(config, target, sampling, option=f"drafters.{name}")
     info = _describe(name, drafter, f"chain:{config.tokens}", checkpoint=config.path)
     context, needed = drafter.model.shape.max_positions, target.shape.max_positions
     notes = ()

@@ -96,7 +96,8 @@ _ALWAYS = ("prompts", "temperature")
 def _setting(result: Result) -> str:
     p = _parts(result)
     return (
-        f"{p['target']} on {p['device']}, {p['threads']}, {p['dtype']}, {p['batch']}; prompts "
+        f"{p['target']} on {p['device']}, {p['threads']}, {p['dtype']}, {p['runtime']}, "
+        f"{p['batch']}; prompts "
         f"{p['prompts']} ({p['suite']}), {p['template']}; {p['temperature']}, {p['top_p']}, "
         f"{p['top_k']}, {p['limit']}, {p['eos_policy']}"
     )
@@ -104,7 +105,7 @@ def _setting(result: Result) -> str:
 
 def _parts(result: Result) -> dict[str, str]:
     """Return what must agree between results that are compared, the prompts first."""
-    p, s = result.provenance, result.sampling
+    p, s, made = result.provenance, result.sampling, result.compilation
     return {
         "prompts": p.prompt_suite,
         "temperature": f"temperature {s.temperature:g}",
@@ -112,6 +113,7 @@ def _parts(result: Result) -> dict[str, str]:
         "device": p.device,
         "threads": f"{p.threads} threads",
         "dtype": p.dtype,
+        "runtime": f"runtime {'eager' if made is None else 'compiled ' + '+'.join(made.parts)}",
         "batch": f"batch {s.batch}",
         "suite": p.prompt_suite_hash[:8],
         "template": f"template {p.template_hash[:8]}",

@@ -202,6 +202,8 @@ def _fields(result: Result) -> dict[str, str]:
     found: dict[str, object] = {}
     for part in (result.drafter, result.sampling, result.counts, result.provenance):
         found |= {f.name: getattr(part, f.name) for f in fields(part) if f.name != "config"}
+    made = result.compilation
+    found |= {"run compiled": "nothing" if made is None else ", ".join(made.networks)}
     found |= {"repeats (median)": result.repeats, "bootstrap resamples": result.resamples}
     return {key: "-" if value is None else str(value) for key, value in found.items()}
 

@@ -21,7 +21,7 @@ from headstart.eval.metrics import DEFINITIONS, Value
 from headstart.files import read_json, write_json, write_text
 from headstart.heads.compiled import Compilation
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 LOSSLESS_SCHEMES = ("a", "a1", "b", "c", "c1", "d")
 LOSSY_SCHEMES = ("typical",)
 
@@ -343,15 +343,28 @@ def read_result(path: Path) -> Result:
     data = read_json(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: found {type(data).__name__} instead of a result's keys")
-    if data.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path}: schema_version={data.get('schema_version')!r}: this version of headstart "
-            f"reads {SCHEMA_VERSION}; evaluate again"
-        )
+    _check_version(path, data.get("schema_version"))
     try:
         return _from_json(Result, data, "result")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_version(path: Path, found: Any) -> None:
+    if type(found) is not int or found < 1:
+        raise ValueError(
+            f"{path}: schema_version={found!r}: not a result; give one that headstart eval wrote"
+        )
+    if found < SCHEMA_VERSION:
+        raise ValueError(
+            f"{path}: schema_version={found}: written by an older headstart, this one reads "
+            f"{SCHEMA_VERSION}; run headstart eval again with the same options"
+        )
+    if found > SCHEMA_VERSION:
+        raise ValueError(
+            f"{path}: schema_version={found}: written by a newer headstart, this one reads "
+            f"{SCHEMA_VERSION}; upgrade headstart"
+        )
 
 
 def _check_names(

@@ -9,11 +9,11 @@ from headstart.data.source import read_conversations
 from headstart.data.template import ChatTemplate
 from headstart.eval.bench import evaluate_heads
 from headstart.eval.drafter_arms import refuse_bad_fallbacks
-from headstart.eval.engine.drafters.config import DrafterConfig
+from headstart.eval.engine.drafters.config import DrafterConfig, ModelConfig
 from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
-from headstart.heads.load import TargetConfig, load_target
+from headstart.heads.load import TargetConfig, load_target, refuse_missing
 from headstart.heads.runtime import RuntimeConfig
 
 
@@ -59,6 +59,9 @@ def run(config: EvalRun) -> None:
         if suite.path is not None:  # a bad file is refused before the target is loaded
             option = config.eval.option_of(number)
             read_conversations(suite.path, need_answers=False, option=option)
+    for name, drafter in config.drafters.items():
+        if isinstance(drafter, ModelConfig):
+            refuse_missing(drafter.path, f"drafters.{name}.path")
     config.runtime.apply()
     target = load_target(config.target)
     config.runtime.attach(target)

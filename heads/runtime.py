@@ -1,8 +1,9 @@
-"""How the target and the heads are run: eagerly, or with their layers compiled, in every arm alike.
+"""How the target and drafters are run: eagerly, or with their layers compiled, in every arm alike.
 
-`RuntimeConfig.attach` compiles a target; a head is compiled when the target adopts it. All graphs
-are made when a cache or a drafting state is asked for, before any clock runs: two small passes that
-differ in every size are watched, and what they called is compiled. Prefills stay eager.
+`RuntimeConfig.attach` compiles a target; a head or a draft model is compiled when the target adopts
+it. All graphs are made when a cache or a drafting state is asked for, before any clock runs: two
+small passes that differ in every size are watched, and what they called is compiled. Prefills stay
+eager.
 Shapes: R rows, N new tokens.
 """
 
@@ -16,7 +17,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
 
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, family_of
 from headstart.heads.compiled import Compilation, Compiler, Layer
 from headstart.heads.parts import TargetParts
 from headstart.heads.replay import CudaRecorder
@@ -29,7 +30,7 @@ ROWS, TOKENS, LENGTHS, MAX_LENGTHS = (2, 3), (5, 7), (100, 200), (300, 450)
 
 @dataclass
 class RuntimeConfig:
-    """How the target and the heads are run, in both arms of a measurement."""
+    """How the target and the drafters are run, in both arms of a measurement."""
 
     threads: int | None = None
     """CPU threads of one process; null leaves torch's own choice."""
@@ -62,7 +63,7 @@ class RuntimeConfig:
             torch.set_num_threads(self.threads)
 
     def attach(self, target: Target) -> None:
-        """Compile a target's layers, and have it compile the heads it adopts; nothing if eager.
+        """Compile a target's layers, and have it compile what it adopts; nothing if eager.
 
         Raises RuntimeError where there is no compiler, or a layer that cannot be compiled.
         """
@@ -71,7 +72,7 @@ class RuntimeConfig:
         _require_compiler(target.device)
         recorder = CudaRecorder() if self._wants_cuda_graphs(target.device) else None
         compiler = Compiler(Compilation(list(self.compile)), recorder)
-        target.compiled = CompiledTarget(compiler, target)
+        target.compiled = CompiledTarget(compiler, target, "target")
         target.compiled.prepare(batch=1)
 
     def _wants_cuda_graphs(self, device: torch.device) -> bool:
@@ -111,13 +112,14 @@ class CompiledPasses:
 
 
 class CompiledTarget:
-    """A target's compiled layers; it compiles the heads that the target adopts too."""
+    """A target's compiled layers; it compiles the heads and draft models that it adopts too."""
 
-    def __init__(self, compiler: Compiler, target: Target) -> None:
+    def __init__(self, compiler: Compiler, target: Target, network: str) -> None:
         self.info, self._compiler, self._parts = compiler.info, compiler, target.parts
         self._passes = CompiledPasses(compiler, target.layers, _target_passes(target))
         self.prepare, self.within = self._passes.prepare, compiler.within
         self.clock = compiler.clock
+        self.info.networks.append(network)
 
     def adopt(self, head: DraftHead) -> None:
         """Have a head's layers run compiled where it drafts, if drafters are to be."""
@@ -126,6 +128,7 @@ class CompiledTarget:
         compiler = self._compiler
         modules = head.layers_to_compile()
         passes = CompiledPasses(compiler, modules, _head_passes(head, self._parts))
+        self.info.networks.append(f"{family_of(head.config)} head")
         new_state, extend, step = head.new_state, head.extend, head.step
 
         def prepared(batch: int, *args: Any) -> Any:
@@ -141,6 +144,16 @@ class CompiledTarget:
                 return step(*args)
 
         head.new_state, head.extend, head.step = prepared, extended, stepped
+
+    def adopt_model(self, model: Target) -> None:
+        """Have a draft model's layers run compiled as the target's do, if drafters are to be.
+
+        Raises RuntimeError for a layer that cannot be compiled.
+        """
+        if "drafter" not in self.info.parts or model.compiled is not None:
+            return
+        model.compiled = CompiledTarget(self._compiler, model, f"draft model {model.name}")
+        model.compiled.prepare(batch=1)
 
 
 def _target_passes(target: Target) -> Callable[[int, int, int], None]:

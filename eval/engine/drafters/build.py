@@ -39,13 +39,17 @@ def text_drafter(config: LookupConfig | SuffixConfig) -> LookupDrafter | SuffixD
     return kind(**vars(config))
 
 
-def model_drafter(config: ModelConfig, target: Target, sampling: SamplingConfig) -> ModelDrafter:
-    """Load a draft model onto the target's device.
+def model_drafter(
+    config: ModelConfig, target: Target, sampling: SamplingConfig, *, option: str
+) -> ModelDrafter:
+    """Load a draft model onto the target's device, packed and compiled as the target is.
 
-    Raises FileNotFoundError for a path that is not there, and ValueError for other tokens than the
-    target's.
+    `option` is what messages call the config. Raises FileNotFoundError for a path that is not
+    there, and ValueError for other tokens than the target's.
     """
     dtype = config.dtype or str(target.dtype).removeprefix("torch.")
-    where = TargetConfig(config.path, config.revision, dtype, device=str(target.device))
-    model = load_target(where)
-    return ModelDrafter(model, target, tokens=config.tokens, sampling=sampling)
+    where = TargetConfig(config.path, config.revision, dtype, device=str(target.device), pack=False)
+    model = load_target(where, option=option)
+    drafter = ModelDrafter(model, target, tokens=config.tokens, sampling=sampling)
+    target.adopt_model(model)
+    return drafter

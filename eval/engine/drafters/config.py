@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from headstart.eval.engine.drafters.lookup import ORDERS
+from headstart.heads.load import DTYPES
 
 HEAD = "head"
 """Name by which a fallback refers to the heads under test."""
@@ -84,6 +85,11 @@ class ModelConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         _need("model", {"tokens": (self.tokens, 1)})
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(
+                f"model.dtype={self.dtype}: expected one of {', '.join(DTYPES)}, or null for the "
+                "target's"
+            )
 
 
 @dataclass

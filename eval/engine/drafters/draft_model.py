@@ -6,11 +6,14 @@ whole, is read with the next root. Shapes: B rows, R rows of a pass, U tokens re
 V target vocabulary, D width of the draft model.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from headstart.eval.engine.drafters.base import FULL, DraftLimit
+from headstart.eval.engine.drafters.head import best_log_prob
 from headstart.eval.engine.sampling import (
     DRAFT,
     SamplingConfig,
@@ -20,7 +23,7 @@ from headstart.eval.engine.sampling import (
     uniforms,
 )
 from headstart.eval.engine.tree import DraftTree, TreeShape
-from headstart.heads.target import Target
+from headstart.heads.target import Target, TargetOutput
 
 CHUNK = 512  # tokens a pass of a prompt, as the target reads it
 
@@ -42,8 +45,9 @@ class ModelDrafter:
         self.model, self.sampling, self.tokens = model, sampling, tokens
         self.vocab_size, self.device = target.shape.vocab_size, target.device
         self.scheme = "a" if sampling.temperature > 0 else "a1"
-        self.shape = TreeShape.chain(tokens).to(self.device)
-        self.num_nodes, self.draft_calls = tokens + 1, tokens
+        self.num_nodes, self.max_depth, self.draft_calls = tokens + 1, tokens, tokens
+        chain = TreeShape.chain(tokens).to(self.device)
+        self._shapes = [chain.cut(depth) for depth in range(tokens)] + [chain]
 
     def start(self, batch: int, max_len: int) -> None:
         """Make room for `batch` rows and the drafts beyond their ends."""
@@ -78,23 +82,40 @@ class ModelDrafter:
 
     def propose(self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor) -> DraftTree:
         """Read what is new, then draw token after token; past the model's own context, nothing."""
-        B = len(root_B)
+        return self.propose_within(root_B, positions_B, keys_B, FULL)
+
+    def propose_within(
+        self, root_B: Tensor, positions_B: Tensor, keys_B: Tensor, limit: DraftLimit
+    ) -> DraftTree:
+        """Draw as many tokens as the limit allows; rows end apart by survival, all by depth."""
+        deepest = self.max_depth if limit.depth is None else min(limit.depth, self.max_depth)
+        if deepest == 0:
+            return self._shapes[0].fill(root_B[:, None])
+        B, least = len(root_B), math.log(limit.survival) if limit.survival > 0 else -math.inf
         self._catch_up(range(B), leave=2)
         logits_BV = self._read_unread(B)
         committed = self._cache.lengths[:B]
-        tokens, laws = [root_B], []
-        for depth in range(1, self.num_nodes):
+        tokens, sent, laws = [root_B], [root_B], []
+        survival_B = root_B.new_zeros(B, dtype=torch.float32)
+        for depth in range(1, deepest + 1):
             if depth > 1:
-                logits_BV = self._pass(tokens[-1][:, None], range(B))[:, -1]
+                logits_BV = self._pass(tokens[-1][:, None])[:, -1]
                 self._cache.advance([1] * B)
+            if limit.survival > 0:
+                survival_B += best_log_prob(logits_BV)
+                if bool((survival_B < least).all()):
+                    break
             token_B, law_BV = self._choose(logits_BV, positions_B + depth, keys_B)
             tokens.append(token_B)
+            sent.append(token_B.masked_fill(survival_B < least, -1))
             laws.append(law_BV)
+        read = self._cache.lengths[0] - committed[0]
         self._cache.lengths[:B] = committed  # drafted rows wait beyond it to be kept
         self._reading_prompt[:B] = [False] * B
-        tokens_BN = torch.stack(tokens, dim=1)
-        self._drafted[:B] = tokens_BN[:, 1:-1].unbind(0)
-        return self.shape.fill(self._within_context(tokens_BN, positions_B), self._laws(laws))
+        # A row that has ended reads its own next tokens on beside the others, and sends none.
+        self._drafted[:B] = torch.stack(tokens, dim=1)[:, 1 : read + 1].unbind(0)
+        sent_BN = self._within_context(torch.stack(sent, dim=1), positions_B)
+        return self._shapes[len(laws)].fill(sent_BN, self._laws(root_B, laws))
 
     def _choose(
         self, logits_BV: Tensor, positions_B: Tensor, keys_B: Tensor
@@ -106,15 +127,17 @@ class ModelDrafter:
         uniform_B = uniforms(self.sampling.seed, keys_B, positions_B, DRAFT)
         return draw(law_BV, uniform_B), law_BV
 
-    def _laws(self, laws: list[Tensor | None]) -> Tensor | None:
+    def _laws(self, root_B: Tensor, laws: list[Tensor | None]) -> Tensor | None:
         """Return row n: the law of the child of node n; the last node has none."""
         if self.sampling.temperature == 0:
             return None
-        return torch.stack([*laws, torch.zeros_like(laws[-1])], dim=1)
+        none_BV = torch.zeros(len(root_B), self.vocab_size, device=self.device)
+        return torch.stack([*laws, none_BV], dim=1)
 
     def _within_context(self, tokens_BN: Tensor, positions_B: Tensor) -> Tensor:
         """Mark tokens absent that the model drafted at positions which it does not know."""
-        read_BN = positions_B[:, None] + torch.arange(-1, self.tokens, device=self.device)
+        before_N = torch.arange(-1, tokens_BN.shape[1] - 1, device=self.device)
+        read_BN = positions_B[:, None] + before_N
         beyond_BN = read_BN >= self.model.shape.max_positions
         beyond_BN[:, 0] = False  # the root is the target's
         return tokens_BN.masked_fill(beyond_BN, -1)
@@ -124,7 +147,7 @@ class ModelDrafter:
         while behind := [row for row in rows if len(self._unread[row]) > leave]:
             count = min(CHUNK, *(len(self._unread[row]) - 1 for row in behind))
             parts = [self._unread[row][:count] for row in behind]
-            self._pass(torch.tensor(parts, device=self.device), behind, read_out=False)
+            self._read(torch.tensor(parts, device=self.device), behind)
             self._cache.advance([count] * len(behind), rows=behind)
             for row in behind:
                 del self._unread[row][:count]
@@ -134,28 +157,30 @@ class ModelDrafter:
         counts = [len(unread) for unread in self._unread[:B]]
         width = max(counts)
         padded = [[*unread, *[0] * (width - len(unread))] for unread in self._unread[:B]]
-        logits_BUV = self._pass(torch.tensor(padded, device=self.device), range(B))
+        logits_BUV = self._pass(torch.tensor(padded, device=self.device))
         self._cache.advance(counts)
         self._unread[:B] = [[] for _ in range(B)]
         last_B = torch.tensor(counts, device=self.device) - 1
         return logits_BUV[torch.arange(B, device=self.device), last_B]
 
-    def _pass(
-        self, tokens_RU: Tensor, rows: Sequence[int], *, read_out: bool = True
-    ) -> Tensor | None:
-        """Run tokens after the rows' texts; return logits over the target's vocabulary."""
+    def _pass(self, tokens_BU: Tensor) -> Tensor:
+        """Run tokens after the first B rows' texts; return logits over the target's vocabulary.
+
+        A pass that names no rows may run compiled, as the target's rounds do.
+        """
+        logits_BUV = self.model.readout(self._read(tokens_BU).hidden_BTD)
+        # Rows of a read-out beyond the tokens are padding, and models pad to different sizes.
+        missing = self.vocab_size - logits_BUV.shape[-1]
+        return torch.nn.functional.pad(logits_BUV, (0, missing), value=-torch.inf)
+
+    def _read(self, tokens_RU: Tensor, rows: Sequence[int] | None = None) -> TargetOutput:
+        """Run tokens after the rows' texts."""
         R, U = tokens_RU.shape
         depth_RU = torch.arange(U, device=self.device).expand(R, U)
         causal_UU = torch.ones(U, U, dtype=torch.bool, device=self.device).tril()
-        output = self.model.pass_over(
-            tokens_RU, depth_RU, causal_UU.expand(R, U, U), self._cache, rows=list(rows)
+        return self.model.pass_over(
+            tokens_RU, depth_RU, causal_UU.expand(R, U, U), self._cache, rows=rows
         )
-        if not read_out:
-            return None
-        logits_RUV = self.model.readout(output.hidden_BTD)
-        # Rows of a read-out beyond the tokens are padding, and models pad to different sizes.
-        missing = self.vocab_size - logits_RUV.shape[-1]
-        return torch.nn.functional.pad(logits_RUV, (0, missing), value=-torch.inf)
 
     def move_row(self, source: int, destination: int) -> None:
         """Copy one row over another."""
