@@ -19,7 +19,7 @@ from torch import Tensor
 from training import CHAT_VOCAB, Line, chat_target, numbers_batch, random_rows, token_row
 
 from headstart.data.features import OnlineFeatures
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, LossSums
 from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, make_optimizer, train_head
@@ -146,7 +146,16 @@ def line_step(kind: str, world: int, clip: float) -> tuple[float, float, float]:
     return loss, norm, 1.0 - moved["w"].item() if moved else 0.0
 
 
-def line_in_bf16(kind: str, world: int) -> list[float]:
+class Multiplying(Line):
+    """Takes note of the type that matrices are multiplied in."""
+
+    def forward(self, *arguments: Any) -> LossSums:
+        """Multiply, and go on."""
+        self.dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        return super().forward(*arguments)
+
+
+def line_in_bf16(kind: str, world: int) -> list[Any]:
     """P28: a hundred small steps under bf16 autocast, and after loading a hundred more."""
     weights, moments, seen = {"w": torch.ones(1)}, None, []
     for _ in range(2):
@@ -163,7 +172,7 @@ def line_in_bf16(kind: str, world: int) -> list[float]:
             train_step(model, batches, chat_target().parts, optimizer, parallel, lr=1e-3, clip=1.0)
         weights, moments = parallel.weights(model), parallel.optimizer_state(model, optimizer)
         seen.append(weights["w"].item() if parallel.is_main else 0.0)
-    return seen
+    return [*seen, str(parallel.bare(model).dtype)]
 
 
 def uneven(kind: str, world: int) -> list[float]:
