@@ -11,9 +11,10 @@ from typing import Any
 import parallel_job
 import pytest
 import torch
-from parallel_job import FAMILIES, ROWS, STEPS
+from parallel_job import FAMILIES, ROWS, STEPS, TEN
 from training import CHAT_VOCAB
 
+from headstart.data.batching import Dealing, epoch_steps
 from headstart.train.backends import make_parallel
 from headstart.train.config import KINDS, ParallelConfig, TrainConfig
 
@@ -111,6 +112,19 @@ def test_p31_loss_gradient_and_norm_are_of_the_joined_batch(several):
 
 def test_p31_the_norm_that_is_clipped_is_the_global_one(several):
     assert several["line, clipped"] == pytest.approx([1.75, 1.75, 0.5], rel=1e-4)
+
+
+def test_p30_a_rank_whose_only_row_is_masked_adds_nothing_to_loss_and_count(several):
+    assert several["line, masked"] == pytest.approx([3.0, 3.0, 3.0], rel=1e-6)
+
+
+def test_p26_ten_micro_batches_by_fours_are_three_steps_with_their_own_counts(single, several):
+    assert len(several["ten rows"]) == 3
+    assert several["ten rows"] == pytest.approx(single["ten rows"], rel=1e-6)
+    windows = epoch_steps([len(row) for row in TEN], Dealing(1, 4), 0)
+    tokens = [[token for (row,) in window for token in TEN[row]] for window in windows]
+    assert sorted(len(window) for window in windows) == [2, 4, 4]
+    assert several["ten rows"] == pytest.approx([sum(t) / len(t) for t in tokens], rel=1e-6)
 
 
 def test_p28_weights_in_fp32_move_under_bf16_before_and_after_loading(several):
