@@ -190,7 +190,7 @@ def line_in_bf16(kind: str, world: int) -> list[Any]:
     for _ in range(2):
         parallel, _ = backend(kind, precision="bf16", accumulation=2 // world)
         model, optimizer = parallel.prepare(
-            Line(),
+            Multiplying(),
             lambda head: torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.0),
         )
         parallel.load_weights(model, weights)
