@@ -75,7 +75,7 @@ def register() -> None:
     from headstart.heads.base import families
     from headstart.heads.load import TargetConfig
     from headstart.heads.runtime import RuntimeConfig
-    from headstart.train.config import TrainConfig
+    from headstart.train.config import ParallelConfig, TrainConfig
 
     families()  # every head family registers its own schema
     store = ConfigStore.instance()
@@ -83,6 +83,7 @@ def register() -> None:
         "target": TargetConfig,
         "data": DataConfig,
         "train": TrainConfig,
+        "parallel": ParallelConfig,
         "tree": TreeConfig,
         "policy": PolicyConfig,
         "sampling": SamplingConfig,

@@ -145,8 +145,9 @@ def _ours(options: argparse.Namespace) -> tuple[Callable[[], float], str]:
     from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
     from headstart.heads.parts import ReadOut, TargetParts
     from headstart.heads.target import TargetShape
-    from headstart.train.loop import train_step
-    from headstart.train.run import make_accelerator
+    from headstart.train.config import ParallelConfig, TrainConfig
+    from headstart.train.parallel import make_parallel
+    from headstart.train.step import train_step
 
     B, T, D, V = options.rows, options.length, options.width, options.vocab
     config = Eagle3Config(
@@ -181,12 +182,14 @@ def _ours(options: argparse.Namespace) -> tuple[Callable[[], float], str]:
         zero_BT,
         dict(zip(TAPS, data["aux"].to(dtype).chunk(len(TAPS), dim=-1), strict=True)),
     )
-    accelerator = make_accelerator(options.precision, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(head.parameters(), lr=LR, fused=True)
-    prepared, optimizer = accelerator.prepare(head, optimizer)
+    settings = TrainConfig(precision=options.precision)
+    parallel = make_parallel(ParallelConfig(), settings, torch.device("cpu"))
+    prepared, optimizer = parallel.prepare(
+        head, lambda bare: torch.optim.AdamW(bare.parameters(), lr=LR, fused=True)
+    )
 
     def step() -> float:
-        return train_step(prepared, [batch], parts, optimizer, accelerator, lr=LR, clip=CLIP)[0]
+        return train_step(prepared, [batch], parts, optimizer, parallel, lr=LR, clip=CLIP)[0]
 
     return step, version("headstart")
 

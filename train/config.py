@@ -3,6 +3,19 @@
 from dataclasses import dataclass, field
 
 PRECISIONS = {"bf16": "bf16", "fp32": "no"}
+KINDS = ("single", "ddp")
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks of a job train one head."""
+
+    kind: str = "single"
+    """single: one process; ddp: a whole copy of the head on every rank."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"parallel.kind={self.kind}: expected one of {', '.join(KINDS)}")
 
 
 @dataclass

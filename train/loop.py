@@ -1,66 +1,37 @@
-"""The training loop: batches, one visible step, evaluation, checkpoints.
+"""The training loop: batches, one visible step, evaluation, checkpoints; the same on every rank."""
 
-The loss of a step is a sum over all its micro-batches divided by the count of supervised tokens in
-all of them: never a mean of means. The last window of an epoch is filled up with micro-batches
-whose loss does not count, and is divided by the count of the others.
-"""
-
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from headstart.data.ahead import read_ahead
-from headstart.data.batching import Dealing, MicroBatch, steps_forever
 from headstart.data.features import FeatureSource
-from headstart.heads.base import DraftHead, FeatureBatch
-from headstart.heads.parts import TargetParts
+from headstart.heads.base import DraftHead
 from headstart.train.config import TrainConfig, rate
+from headstart.train.feeding import loaded_steps
+from headstart.train.parallel import Parallel
+from headstart.train.progress import Progress
+from headstart.train.step import train_step
+from headstart.train.tracking import Tracker
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Progress:
-    """How far a run is; sums over everything seen, repeats included."""
-
-    step: int = 0
-    epoch: int = 0
-    rows: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    seconds: float = 0.0
-    """Training only."""
-    by_stage: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "head": 0.0})
-
-    def fraction(self, config: TrainConfig, ahead: float = 0.0) -> float:
-        """Return how much of the budget is used, in [0, 1]: the larger of steps and seconds.
-
-        `ahead` counts steps not taken yet: half of the coming one sets its learning rate.
-        """
-        parts = [0.0]
-        if config.max_steps is not None:
-            parts.append((self.step + ahead) / config.max_steps)
-        if config.max_seconds is not None:
-            parts.append(self.seconds / config.max_seconds)
-        return min(1.0, max(parts))
+RANK_SEEDS = 1_000_003  # apart from each other, so that no run's rank draws as another run's does
 
 
 @dataclass
 class Hooks:
-    """What the loop calls out to: evaluation returns figures, save writes a checkpoint."""
+    """What the loop calls out to on rank 0, with the whole weights, fp32 on the CPU."""
 
-    evaluate: Callable[[DraftHead], dict[str, float]]
-    save: Callable[[DraftHead, Progress], None]
+    evaluate: Callable[[dict[str, Tensor]], dict[str, float]]
+    """Return figures."""
+    save: Callable[[dict[str, Tensor], Progress], None]
+    """Write a checkpoint."""
 
 
 def train_head(
@@ -68,40 +39,33 @@ def train_head(
     source: FeatureSource,
     config: TrainConfig,
     *,
-    accelerator: Accelerator,
+    parallel: Parallel,
     hooks: Hooks,
-    metrics_path: Path,
+    tracker: Tracker,
 ) -> Progress:
     """Train until the budget is used; Ctrl-C saves a usable checkpoint and goes on up.
 
     Raises ValueError when no row of the source has a supervised token, and for a loss that is not
     finite (naming the step and its rows).
     """
-    parts = source.parts
-    optimizer = torch.optim.AdamW(
-        head.parameters(),
-        lr=config.lr,
-        betas=tuple(config.betas),
-        weight_decay=config.weight_decay,
-        fused=True,  # one pass, no temporaries as large as a weight
-    )
-    head, optimizer = accelerator.prepare(head, optimizer)
-    generator = torch.Generator(accelerator.device).manual_seed(config.seed)
-    progress, steps = Progress(), _loaded_steps(source, config, accelerator)
-    bar = tqdm(total=1.0, desc="train", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
-    head.train()
+    model, optimizer = parallel.prepare(head, lambda bare: make_optimizer(bare, config))
+    seed = config.seed + RANK_SEEDS * parallel.rank
+    generator = torch.Generator(parallel.device).manual_seed(seed)
+    progress, steps = Progress(), loaded_steps(source, config, parallel)
+    bar = _bar(parallel)
+    model.train()
     try:
         while progress.fraction(config) < 1:
             start = time.perf_counter()
             (epoch, window), batches = next(steps)
-            batches = [batch.to(accelerator.device) for batch in batches]
+            batches = [batch.to(parallel.device) for batch in batches]
             loaded, lr = time.perf_counter(), rate(progress.fraction(config, 0.5), config)
             loss, norm = train_step(
-                head,
+                model,
                 batches,
-                parts,
+                source.parts,
                 optimizer,
-                accelerator,
+                parallel,
                 lr=lr,
                 clip=config.clip,
                 generator=generator,
@@ -113,20 +77,22 @@ def train_head(
                     "lower train.lr"
                 )
             counted = [b for b, micro in zip(batches, window, strict=True) if not micro.filler]
-            _count(progress, epoch, counted, start, loaded)
-            _report(progress, config, loss, norm, lr, metrics_path, bar)
+            seconds = {"data": loaded - start, "head": time.perf_counter() - loaded}
+            progress.count(epoch, counted, seconds, parallel)
+            if parallel.is_main:
+                _report(progress, config, loss, norm, lr, tracker, bar)
             if config.save_every and progress.step % config.save_every == 0:
-                hooks.save(accelerator.unwrap_model(head), progress)
+                _save(model, hooks, progress, parallel)
             if config.eval_every and progress.step % config.eval_every == 0:
-                _evaluate(head, hooks, progress, metrics_path, accelerator)
+                _evaluate(model, hooks, progress, tracker, parallel)
         if progress.supervised_tokens == 0:
             raise ValueError("rows: no supervised token in any of them; look at their loss_mask")
         # Saved first: an evaluation that fails must not take the trained head with it.
-        hooks.save(accelerator.unwrap_model(head), progress)
-        _evaluate(head, hooks, progress, metrics_path, accelerator)
+        _save(model, hooks, progress, parallel)
+        _evaluate(model, hooks, progress, tracker, parallel)
     except KeyboardInterrupt:
         log.warning("interrupted at step %d: saving", progress.step)
-        hooks.save(accelerator.unwrap_model(head), progress)
+        _save(model, hooks, progress, parallel)
         raise
     finally:
         steps.close()
@@ -134,125 +100,24 @@ def train_head(
     return progress
 
 
-def train_step(
-    head: torch.nn.Module,
-    batches: list[FeatureBatch],
-    parts: TargetParts,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
-    *,
-    lr: float,
-    clip: float,
-    generator: torch.Generator | None = None,
-) -> tuple[float, float]:
-    """Take one optimizer step over a window of micro-batches; return its loss and gradient norm.
-
-    DDP averages gradients over ranks, so each rank's loss is multiplied by the number of ranks.
-    """
-    bare = accelerator.unwrap_model(head)
-    denominators = _global_sums(accelerator, [bare.denominators(batch) for batch in batches])
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    total = torch.zeros((), device=accelerator.device)
-    for number, batch in enumerate(batches):
-        last = number == len(batches) - 1
-        with accelerator.autocast():
-            sums = head(batch, parts, generator, denominators)
-        loss = sums.total(denominators)
-        total += loss.detach()
-        if last:
-            accelerator.backward(loss * accelerator.num_processes)
-        else:
-            with accelerator.no_sync(head):
-                accelerator.backward(loss * accelerator.num_processes)
-    norm = accelerator.clip_grad_norm_(head.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    total = accelerator.reduce(total, reduction="sum")
-    return total.item(), float(norm)
-
-
-@torch.no_grad()
-def heldout_figures(
-    head: DraftHead, source: FeatureSource, batch_rows: int, accelerator: Accelerator
-) -> dict[str, float]:
-    """Return the held-out loss and teacher-forced metrics by depth, over all rows of a source."""
-    head.eval()
-    numerators: dict[str, Tensor] = {}
-    denominators: dict[str, Tensor] = {}
-    metrics: dict[str, tuple[Tensor, Tensor]] = {}
-    weights: dict[str, Tensor] = {}
-    for start in range(0, len(source.lengths), batch_rows):
-        rows = range(start, min(start + batch_rows, len(source.lengths)))
-        batch = source.batch(list(rows)).to(accelerator.device)
-        with accelerator.autocast():
-            sums = head(batch, source.parts)
-        _add(denominators, head.denominators(batch))
-        _add(numerators, sums.numerators)
-        weights = sums.weights
-        for name, (value, count) in sums.metrics.items():
-            old = metrics.get(name, (0, 0))
-            metrics[name] = (old[0] + value, old[1] + count)
-    terms = {name: numerators[name] / denominators[name].clamp(min=1) for name in numerators}
-    figures = {"heldout/loss": sum((weights[n] * t).sum().item() for n, t in terms.items())}
-    for name, (value, count) in metrics.items():
-        for depth, figure in enumerate((value / count.clamp(min=1)).tolist()):
-            figures[f"heldout/{name}[{depth}]"] = figure
-    head.train()
-    return figures
-
-
-def _loaded_steps(source: FeatureSource, config: TrainConfig, accelerator: Accelerator) -> Iterator:
-    """Yield ((epoch, micro-batches), their features) of one optimizer step after the other."""
-    dealing = Dealing(
-        config.batch_rows,
-        config.accumulation,
-        config.seed,
-        config.pack_tokens,
-        accelerator.process_index,
-        accelerator.num_processes,
+def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a head's parameters, its rate still to be set in every step."""
+    return torch.optim.AdamW(
+        head.parameters(),
+        lr=config.lr,
+        betas=tuple(config.betas),
+        weight_decay=config.weight_decay,
+        fused=True,  # one pass, no temporaries as large as a weight
     )
 
-    def load(step: tuple[int, list[MicroBatch]]) -> list[FeatureBatch]:
-        return [_features(source, micro) for micro in step[1]]
 
-    # The target is not run beside the step: evaluation uses it too, and its taps are hooks.
-    workers = config.workers if config.features == "captured" else 0
-    return read_ahead(steps_forever(source.lengths, dealing), load, workers)
-
-
-def _features(source: FeatureSource, micro: MicroBatch) -> FeatureBatch:
-    batch = source.batch(micro.rows)
-    if micro.filler:
-        batch = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
-    return batch
-
-
-def _global_sums(accelerator: Accelerator, counts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for one in counts:
-        _add(total, one)
-    return {name: accelerator.reduce(value, reduction="sum") for name, value in total.items()}
-
-
-def _add(total: dict[str, Tensor], more: dict[str, Tensor]) -> None:
-    for name, value in more.items():
-        total[name] = total[name] + value if name in total else value
-
-
-def _count(
-    progress: Progress, epoch: int, batches: list[FeatureBatch], start: float, loaded: float
-) -> None:
-    now = time.perf_counter()
-    progress.step += 1
-    progress.epoch = epoch
-    for batch in batches:
-        progress.rows += int((batch.document_BT.amax(1) + 1).sum())
-        progress.tokens += int((batch.document_BT >= 0).sum())
-        progress.supervised_tokens += int(batch.loss_mask_BT.sum())
-    progress.seconds += now - start
-    progress.by_stage["data"] += loaded - start
-    progress.by_stage["head"] += now - loaded
+def _bar(parallel: Parallel) -> tqdm:
+    return tqdm(
+        total=1.0,
+        desc="train",
+        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
+        disable=not parallel.is_main,
+    )
 
 
 def _report(
@@ -261,7 +126,7 @@ def _report(
     loss: float,
     norm: float,
     lr: float,
-    path: Path,
+    tracker: Tracker,
     bar: tqdm,
 ) -> None:
     speed = progress.tokens / max(progress.seconds, 1e-9)
@@ -271,25 +136,28 @@ def _report(
     )
     if progress.step % config.log_every == 0:
         figures = {"train/loss": loss, "train/gradient_norm": norm, "train/tokens_per_s": speed}
-        _write(path, progress, figures | {"train/lr": lr})
+        _track(tracker, progress, figures | {"train/lr": lr})
+
+
+def _save(model: nn.Module, hooks: Hooks, progress: Progress, parallel: Parallel) -> None:
+    weights = parallel.weights(model)
+    if parallel.is_main:
+        hooks.save(weights, progress)
+    parallel.barrier()
 
 
 def _evaluate(
-    head: torch.nn.Module,
-    hooks: Hooks,
-    progress: Progress,
-    path: Path,
-    accelerator: Accelerator,
+    model: nn.Module, hooks: Hooks, progress: Progress, tracker: Tracker, parallel: Parallel
 ) -> None:
-    figures = hooks.evaluate(accelerator.unwrap_model(head))
-    if not figures:
-        return
-    shown = ", ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in figures.items())
-    log.info("step %d: %s", progress.step, shown)
-    _write(path, progress, figures)
+    weights = parallel.weights(model)
+    figures = hooks.evaluate(weights) if parallel.is_main else {}
+    parallel.barrier()
+    if figures:
+        shown = ", ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in figures.items())
+        log.info("step %d: %s", progress.step, shown)
+        _track(tracker, progress, figures)
 
 
-def _write(path: Path, progress: Progress, figures: dict[str, Any]) -> None:
-    line = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 3)}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line | figures) + "\n")
+def _track(tracker: Tracker, progress: Progress, figures: dict[str, Any]) -> None:
+    counted = {"tokens": progress.tokens, "seconds": round(progress.seconds, 3)}
+    tracker.log(progress.step, counted | figures)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from omegaconf import MISSING
+from torch import Tensor
 
 from headstart.data.capture import capture
 from headstart.data.features import FeatureSource, OnlineFeatures, PackedFeatures
@@ -31,8 +30,12 @@ from headstart.heads.checkpoint import check_pairing, info_for, load_head, save_
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
-from headstart.train.config import PRECISIONS, TrainConfig
-from headstart.train.loop import Hooks, Progress, heldout_figures, train_head
+from headstart.train.config import ParallelConfig, TrainConfig
+from headstart.train.heldout import heldout_figures
+from headstart.train.loop import Hooks, train_head
+from headstart.train.parallel import Parallel, make_parallel
+from headstart.train.progress import Progress
+from headstart.train.tracking import JsonLines
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class TrainRun:
     target: TargetConfig = MISSING
     head: HeadConfig = MISSING
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tree: TreeConfig = MISSING
     """Draft used when tau is measured along the way."""
     rows: str = MISSING
@@ -68,7 +72,7 @@ def train(target: Target, config: TrainRun) -> Progress:
     """Train one head: target, rows, head, features, loop."""
     _refuse_head_there(config.out)
     set_seed(config.train.seed)
-    accelerator = make_accelerator(config.train.precision, target.device)
+    parallel = make_parallel(config.parallel, config.train, target.device)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
     if config.train.pack_tokens is not None:
@@ -79,10 +83,11 @@ def train(target: Target, config: TrainRun) -> Progress:
     source = feature_source(target, rows, config, meta, head.aux_features)
     if config.train.pack_tokens is not None:
         source = PackedFeatures(source, config.train.pack_tokens)
-    evaluate = _Evaluation(target, config, heldout, accelerator, head.aux_features)
+    evaluate = _Evaluation(target, config, heldout, parallel, head)
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "metrics.jsonl").unlink(missing_ok=True)
+    if parallel.is_main:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.jsonl").unlink(missing_ok=True)
     log.info(
         "training %s: %.2f M parameters on %d rows, %d tokens",
         config.head.__class__.__name__,
@@ -99,7 +104,8 @@ def train(target: Target, config: TrainRun) -> Progress:
         "init_from": start,
     }
 
-    def save(trained: DraftHead, progress: Progress) -> None:
+    def save(weights: dict[str, Tensor], progress: Progress) -> None:
+        trained = head_with(weights, head)
         info = info_for(
             trained,
             target.name,
@@ -112,12 +118,12 @@ def train(target: Target, config: TrainRun) -> Progress:
         save_head(out / "head", trained, info)
 
     progress = train_head(
-        head.to(accelerator.device),
+        head,
         source,
         config.train,
-        accelerator=accelerator,
+        parallel=parallel,
         hooks=Hooks(evaluate, save),
-        metrics_path=out / "metrics.jsonl",
+        tracker=JsonLines(out / "metrics.jsonl"),
     )
     log.info("checkpoint: %s", out / "head")
     return progress
@@ -126,13 +132,6 @@ def train(target: Target, config: TrainRun) -> Progress:
 def _refuse_head_there(out: str) -> None:
     if (Path(out) / "head").exists():
         raise ValueError(f"out={out}: holds a head already; choose another directory")
-
-
-def make_accelerator(precision: str, device: torch.device) -> Accelerator:
-    """Return an Accelerator; one process may make several in turn, of different precisions."""
-    # Else the first one's precision binds the process, and a sweep over it fails at the second job.
-    AcceleratorState._reset_state()
-    return Accelerator(mixed_precision=PRECISIONS[precision], cpu=device.type == "cpu")
 
 
 def load_rows(directory: str, target: Target) -> tuple[Sequence[TokenRow], RowsMeta]:
@@ -253,6 +252,14 @@ def feature_source(
     return store
 
 
+def head_with(weights: dict[str, Tensor], like: DraftHead) -> DraftHead:
+    """Return a head of its own with these weights: what is saved and measured."""
+    with torch.random.fork_rng(devices=[]):  # its first weights must not move the run's chances
+        head = build_head(like.config, like.shape, like.vocab)
+    head.load_state_dict(weights)
+    return head
+
+
 class _Evaluation:
     """Held-out loss and the real verifier's tau, on the head as it will be served."""
 
@@ -261,14 +268,14 @@ class _Evaluation:
         target: Target,
         config: TrainRun,
         heldout: Sequence[TokenRow],
-        accelerator: Accelerator,
-        taps: Sequence[int],
+        parallel: Parallel,
+        head: DraftHead,
     ) -> None:
-        self.target, self.config, self.accelerator = target, config, accelerator
+        self.target, self.config, self.parallel, self.head = target, config, parallel, head
         self.stop_ids = ChatTemplate(target.tokenizer).stop_ids(target.stop_ids)
         settings = config.train
         spread = _spread(heldout, settings.eval_rows)
-        self.source = OnlineFeatures(target, spread, taps) if heldout else None
+        self.source = OnlineFeatures(target, spread, head.aux_features) if heldout else None
         self.requests = [
             _prompt_of(row, settings.eval_new_tokens)
             for row in _spread(heldout, settings.eval_prompts)
@@ -276,19 +283,19 @@ class _Evaluation:
         if not heldout and (settings.eval_every or settings.eval_prompts):
             log.info("no heldout_rows: no held-out loss and no tau along the way")
 
-    def __call__(self, head: DraftHead) -> dict[str, float]:
+    def __call__(self, weights: dict[str, Tensor]) -> dict[str, float]:
         figures: dict[str, float] = {}
         if self.source is not None:
+            head = head_with(weights, self.head).to(self.parallel.device)
             figures |= heldout_figures(
-                head, self.source, self.config.train.batch_rows, self.accelerator
+                head, self.source, self.config.train.batch_rows, self.parallel
             )
         if self.requests:
-            figures["heldout/tau_with_bonus_micro"] = self._tau(head)
+            figures["heldout/tau_with_bonus_micro"] = self._tau(weights)
         return figures
 
-    def _tau(self, head: DraftHead) -> float:
-        served = build_head(head.config, head.shape, head.vocab)
-        served.load_state_dict(head.state_dict())
+    def _tau(self, weights: dict[str, Tensor]) -> float:
+        served = head_with(weights, self.head)
         self.target.adopt(served)
         greedy = SamplingConfig()
         drafter = head_drafter(served, self.target.parts, self.config.tree, greedy)

@@ -33,9 +33,10 @@ from headstart.heads.parts import ReadOut, TargetParts
 from headstart.heads.recurrent import at_students
 from headstart.heads.target import TargetShape
 from headstart.heads.ttt import Unroll
-from headstart.train.config import PRECISIONS, TrainConfig
-from headstart.train.loop import train_step
-from headstart.train.run import make_accelerator
+from headstart.train.config import PRECISIONS, ParallelConfig, TrainConfig
+from headstart.train.loop import make_optimizer
+from headstart.train.parallel import make_parallel
+from headstart.train.step import train_step
 
 STEPS, LAYERS = 3, 28
 ARMS = ("ours", "whole logits", "dense attention", "both", "head only")
@@ -189,20 +190,17 @@ def attention_of(arm: str) -> AbstractContextManager:
 def measure(arm: str, sizes: Sizes) -> Figures:
     """Take one step and `repeats` timed ones after it; made for a process of its own."""
     head, batch, parts = make(arm, sizes)
-    config = TrainConfig()
-    accelerator = make_accelerator(sizes.precision, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(
-        head.parameters(), betas=tuple(config.betas), weight_decay=config.weight_decay, fused=True
-    )
+    config = TrainConfig(precision=sizes.precision)
+    parallel = make_parallel(ParallelConfig(), config, torch.device("cpu"))
+    head, optimizer = parallel.prepare(head, lambda bare: make_optimizer(bare, config))
     _make_state(optimizer)
-    head, optimizer = accelerator.prepare(head, optimizer)
     before = _start_watching()
     seconds, losses = [], []
     with attention_of(arm):
         for _ in range(1 + sizes.repeats):
             start = time.perf_counter()
             loss, _ = train_step(
-                head, [batch], parts, optimizer, accelerator, lr=config.lr, clip=config.clip
+                head, [batch], parts, optimizer, parallel, lr=config.lr, clip=config.clip
             )
             seconds.append(time.perf_counter() - start)
             losses.append(loss)
@@ -210,7 +208,7 @@ def measure(arm: str, sizes: Sizes) -> Figures:
     return Figures(rise, statistics.median(seconds[1:]), losses[0])
 
 
-def _make_state(optimizer: torch.optim.AdamW) -> None:
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the moments without a step: they stand before it, and are no part of its rise."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0

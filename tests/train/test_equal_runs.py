@@ -16,9 +16,10 @@ from headstart.data.rows import RowsMeta
 from headstart.data.store import FeatureStore
 from headstart.heads.base import FeatureBatch
 from headstart.heads.target import Target
-from headstart.train.config import TrainConfig
+from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, train_head
-from headstart.train.run import make_accelerator
+from headstart.train.parallel import make_parallel
+from headstart.train.tracking import JsonLines
 
 ROWS = random_rows(150, longest=30)
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3}
@@ -54,20 +55,21 @@ def losses(family: str, source: FeatureSource, precision: str, directory: Path) 
     head = seeded(0, lambda: make_head(family, target("fp32"), **FAMILIES[family]))
     path = directory / "metrics.jsonl"
     path.unlink(missing_ok=True)
+    config = TrainConfig(
+        max_steps=20,
+        batch_rows=2,
+        accumulation=2,
+        pack_tokens=64,
+        log_every=1,
+        precision=precision,
+    )
     train_head(
         head.train(),
         source,
-        TrainConfig(
-            max_steps=20,
-            batch_rows=2,
-            accumulation=2,
-            pack_tokens=64,
-            log_every=1,
-            precision=precision,
-        ),
-        accelerator=make_accelerator(precision, torch.device("cpu")),
-        hooks=Hooks(lambda head: {}, lambda head, progress: None),
-        metrics_path=path,
+        config,
+        parallel=make_parallel(ParallelConfig(), config, torch.device("cpu")),
+        hooks=Hooks(lambda weights: {}, lambda weights, progress: None),
+        tracker=JsonLines(path),
     )
     return [json.loads(line)["train/loss"] for line in path.read_text().splitlines()]
 

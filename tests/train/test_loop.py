@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from models import GREEDY, make_head, run, some_vocab
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,9 +26,14 @@ from headstart.heads.base import DraftHead, FeatureBatch, LossSums, families
 from headstart.heads.checkpoint import load_head
 from headstart.heads.load import TargetConfig
 from headstart.heads.target import Target
-from headstart.train.config import TrainConfig
-from headstart.train.loop import Hooks, Progress, heldout_figures, train_head, train_step
-from headstart.train.run import TrainRun, draft_vocab, make_accelerator, train
+from headstart.train.config import ParallelConfig, TrainConfig
+from headstart.train.heldout import heldout_figures
+from headstart.train.loop import Hooks, train_head
+from headstart.train.parallel import Parallel, make_parallel
+from headstart.train.progress import Progress
+from headstart.train.run import TrainRun, draft_vocab, train
+from headstart.train.step import train_step
+from headstart.train.tracking import JsonLines
 
 FAMILIES = {
     "medusa": {},
@@ -37,11 +41,11 @@ FAMILIES = {
     "eagle3": {"aux": [1]},
     "hydra_heads": {},
 }
-NO_HOOKS = Hooks(lambda head: {}, lambda head, progress: None)
+NO_HOOKS = Hooks(lambda weights: {}, lambda weights, progress: None)
 
 
-def accelerator(precision: str = "fp32") -> Accelerator:
-    return make_accelerator(precision, torch.device("cpu"))
+def single(precision: str = "fp32") -> Parallel:
+    return make_parallel(ParallelConfig(), TrainConfig(precision=precision), torch.device("cpu"))
 
 
 def gradient(
@@ -54,7 +58,7 @@ def gradient(
         batches,
         chat_target().parts,
         torch.optim.SGD(head.parameters(), lr=1.0),
-        accelerator(),
+        single(),
         lr=1.0,
         clip=clip,
     )
@@ -99,9 +103,9 @@ def train_line(source: Numbers, path: Path, hooks: Hooks = NO_HOOKS, **options: 
         Line(),
         source,
         TrainConfig(**options),
-        accelerator=accelerator(),
+        parallel=single(),
         hooks=hooks,
-        metrics_path=path / "metrics.jsonl",
+        tracker=JsonLines(path / "metrics.jsonl"),
     )
 
 
@@ -218,9 +222,13 @@ def test_gradients_are_clipped_by_their_global_norm(family):
 
 def hundred_steps(line: Line) -> None:
     """Train under bf16 autocast on a constant gradient of 1."""
-    ours = accelerator("bf16")
-    optimizer = torch.optim.AdamW(line.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0)
-    line, optimizer = ours.prepare(line, optimizer)
+    ours = single("bf16")
+    line, optimizer = ours.prepare(
+        line,
+        lambda bare: torch.optim.AdamW(
+            bare.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0
+        ),
+    )
     for _ in range(100):
         parts = chat_target().parts
         train_step(line, [numbers_batch([1])], parts, optimizer, ours, lr=1e-3, clip=1.0)
@@ -481,8 +489,8 @@ def test_p54_an_evaluation_that_fails_is_seen_and_does_not_take_the_head_with_it
 def test_evaluation_and_saving_keep_their_intervals(tmp_path, every):
     evaluated, saved = [], []
     hooks = Hooks(
-        lambda head: evaluated.append(1) or {"heldout/loss": 1.0},
-        lambda head, progress: saved.append(progress.step),
+        lambda weights: evaluated.append(1) or {"heldout/loss": 1.0},
+        lambda weights, progress: saved.append(progress.step),
     )
     options = {"max_steps": 4, "eval_every": every, "save_every": every}
     train_line(Numbers([[1]] * 3), tmp_path, hooks, **options)
@@ -491,7 +499,7 @@ def test_evaluation_and_saving_keep_their_intervals(tmp_path, every):
 
 
 def test_seconds_of_training_end_a_run_and_evaluation_is_not_counted(tmp_path):
-    hooks = Hooks(lambda head: time.sleep(0.2) or {}, lambda head, progress: None)
+    hooks = Hooks(lambda weights: time.sleep(0.2) or {}, lambda weights, progress: None)
     start = time.perf_counter()
     progress = train_line(
         Numbers([[1]] * 3), tmp_path, hooks, max_steps=None, max_seconds=0.3, eval_every=100
@@ -514,7 +522,7 @@ def test_steps_and_seconds_both_bound_a_run(tmp_path):
 def test_held_out_figures_are_sums_over_rows_whatever_the_batches(family):
     head = trainable(family)
     source = OnlineFeatures(chat_target(), random_rows(5, seed=2), head.aux_features)
-    one, two, five = (heldout_figures(head, source, rows, accelerator()) for rows in (1, 2, 5))
+    one, two, five = (heldout_figures(head, source, rows, single()) for rows in (1, 2, 5))
     assert one.keys() == two.keys()
     assert one == pytest.approx(five, rel=1e-5)
     assert two == pytest.approx(five, rel=1e-5)
@@ -522,7 +530,7 @@ def test_held_out_figures_are_sums_over_rows_whatever_the_batches(family):
 
 
 def test_the_held_out_loss_of_uneven_batches_is_seven_quarters():
-    figures = heldout_figures(Line(), Numbers([[4], [1, 1, 1]]), 1, accelerator())
+    figures = heldout_figures(Line(), Numbers([[4], [1, 1, 1]]), 1, single())
     assert figures == {"heldout/loss": 1.75}
 
 
@@ -551,9 +559,9 @@ def test_p54_a_head_overfitted_on_one_chat_is_accepted_there(
         head,
         OnlineFeatures(chat_target(), [chat]),
         TrainConfig(lr=lr, max_steps=200, batch_rows=1, precision="fp32"),
-        accelerator=accelerator(),
+        parallel=single(),
         hooks=NO_HOOKS,
-        metrics_path=tmp_path / "metrics.jsonl",
+        tracker=JsonLines(tmp_path / "metrics.jsonl"),
     )
     shape = TreeShape.chain(depth)
     drafter = HeadDrafter(head.eval(), chat_target().parts, shape, sampling=GREEDY)

@@ -29,9 +29,10 @@ from headstart.eval.metrics import Value, figures, prompt_sums
 from headstart.heads.base import DraftHead
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
-from headstart.train.config import TrainConfig
+from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, train_head
-from headstart.train.run import make_accelerator
+from headstart.train.parallel import make_parallel
+from headstart.train.tracking import JsonLines
 
 PROMPT = (44, 47, 117, 64, 67, 123, 67, 103)
 ANSWER = 64
@@ -104,13 +105,14 @@ def overfitted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     source = OnlineFeatures(target(), [conversation()], head.aux_features)
     batch = source.batch([0])
     source.batch = lambda indices: batch  # the target is frozen: once is enough
+    config = TrainConfig(lr=case.lr, max_steps=case.steps, batch_rows=1, precision="fp32")
     train_head(
         head,
         source,
-        TrainConfig(lr=case.lr, max_steps=case.steps, batch_rows=1, precision="fp32"),
-        accelerator=make_accelerator("fp32", torch.device("cpu")),
-        hooks=Hooks(lambda head: {}, lambda head, progress: None),
-        metrics_path=tmp_path_factory.mktemp("run") / "metrics.jsonl",
+        config,
+        parallel=make_parallel(ParallelConfig(), config, torch.device("cpu")),
+        hooks=Hooks(lambda weights: {}, lambda weights, progress: None),
+        tracker=JsonLines(tmp_path_factory.mktemp("run") / "metrics.jsonl"),
     )
     return head.eval()
 

@@ -1,0 +1,45 @@
+"""What feeds the loop: this rank's micro-batches of every step, with their features."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from headstart.data.ahead import read_ahead
+from headstart.data.batching import Dealing, MicroBatch, steps_forever
+from headstart.data.features import FeatureSource
+from headstart.heads.base import FeatureBatch
+from headstart.train.config import TrainConfig
+from headstart.train.parallel import Parallel
+
+Fed = tuple[tuple[int, list[MicroBatch]], list[FeatureBatch]]
+"""((epoch, micro-batches), their features) of one optimizer step."""
+
+
+def loaded_steps(source: FeatureSource, config: TrainConfig, parallel: Parallel) -> Iterator[Fed]:
+    """Yield ((epoch, micro-batches), their features) of one optimizer step after the other.
+
+    Closing the iterator ends its threads.
+    """
+    dealing = Dealing(
+        config.batch_rows,
+        config.accumulation,
+        config.seed,
+        config.pack_tokens,
+        parallel.rank,
+        parallel.world,
+    )
+
+    def load(step: tuple[int, list[MicroBatch]]) -> list[FeatureBatch]:
+        return [_features(source, micro) for micro in step[1]]
+
+    # The target is not run beside the step: evaluation uses it too, and its taps are hooks.
+    workers = config.workers if config.features == "captured" else 0
+    return read_ahead(steps_forever(source.lengths, dealing), load, workers)
+
+
+def _features(source: FeatureSource, micro: MicroBatch) -> FeatureBatch:
+    batch = source.batch(micro.rows)
+    if micro.filler:
+        batch = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
+    return batch

@@ -1,0 +1,59 @@
+"""One optimizer step over a window of micro-batches on every rank.
+
+The loss of a step is a sum over all its micro-batches on all ranks divided by the count of
+supervised tokens in all of them: never a mean of means. The last window of an epoch is filled up
+with micro-batches whose loss does not count, and is divided by the count of the others.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import FeatureBatch
+from headstart.heads.parts import TargetParts
+from headstart.train.parallel import Parallel
+
+
+def train_step(
+    model: torch.nn.Module,
+    batches: list[FeatureBatch],
+    parts: TargetParts,
+    optimizer: torch.optim.Optimizer,
+    parallel: Parallel,
+    *,
+    lr: float,
+    clip: float,
+    generator: torch.Generator | None = None,
+) -> tuple[float, float]:
+    """Take one optimizer step; return its loss over all ranks and its global gradient norm."""
+    head = parallel.bare(model)
+    denominators = global_sums([head.denominators(batch) for batch in batches], parallel)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    total = torch.zeros((), device=parallel.device)
+    for number, batch in enumerate(batches):
+        last = number == len(batches) - 1
+        # Gradients are summed over ranks once a step, in the last backward pass.
+        with nullcontext() if last else parallel.no_sync(model):
+            with parallel.autocast():
+                sums = model(batch, parts, generator, denominators)
+            loss = sums.total(denominators)
+            parallel.backward(loss)
+        total += loss.detach()
+    norm = parallel.clip_and_step(model, optimizer, clip)
+    return parallel.sum(total).item(), norm.item()
+
+
+def global_sums(counts: list[dict[str, Tensor]], parallel: Parallel) -> dict[str, Tensor]:
+    """Return the sum of counts by name over a list of them and over all ranks."""
+    total: dict[str, Tensor] = {}
+    for one in counts:
+        add(total, one)
+    return {name: parallel.sum(value) for name, value in total.items()}
+
+
+def add(total: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    """Add tensors by name to those of `total`, in place."""
+    for name, value in more.items():
+        total[name] = total[name] + value if name in total else value
