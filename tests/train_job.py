@@ -1,13 +1,16 @@
 """A training in a process of its own, to be killed and taken up: alone, or a rank of torchrun's.
 
 `python -m train_job DIRECTORY OPTIONS`: OPTIONS are those of TrainConfig as JSON, and beside them
-the head family, the parallel kind, and a step in which the process kills itself.
+the head family, the parallel kind, seconds that every step takes longer, and a step in which the
+process kills itself.
 """
 
 import json
+import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -68,8 +71,10 @@ def job(
     )
 
 
-def run(directory: Path, *, die_in_step: int | None = None, **options: object) -> Progress:
-    """Train; kill -9 this very process after the gradients of a step and before its update."""
+def run(
+    directory: Path, *, die_in_step: int | None = None, slow: float = 0.0, **options: object
+) -> Progress:
+    """Train, every step `slow` seconds longer; kill -9 this very process in a step."""
     ours = loop.train_step
     taken = 0
 
@@ -78,6 +83,7 @@ def run(directory: Path, *, die_in_step: int | None = None, **options: object) -
         taken += 1
         if taken == die_in_step:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(slow)
         return ours(model, *arguments, **named)
 
     loop.train_step = deadly
@@ -89,4 +95,5 @@ def run(directory: Path, *, die_in_step: int | None = None, **options: object) -
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO)
     run(Path(sys.argv[1]), **json.loads(sys.argv[2]))
