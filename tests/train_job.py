@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from headstart.eval.settings import TreeConfig
 from headstart.heads.base import families
 from headstart.heads.load import TargetConfig
 from headstart.train import loop
+from headstart.train import run as command
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.progress import Progress
 from headstart.train.run import TrainRun, train
@@ -72,25 +74,36 @@ def job(
 
 
 def run(
-    directory: Path, *, die_in_step: int | None = None, slow: float = 0.0, **options: object
+    directory: Path,
+    *,
+    die_in_step: int | None = None,
+    die_in_evaluation: int | None = None,
+    slow: float = 0.0,
+    **options: object,
 ) -> Progress:
-    """Train, every step `slow` seconds longer; kill -9 this very process in a step."""
-    ours = loop.train_step
-    taken = 0
+    """Train, every step `slow` seconds longer; kill -9 this very process in a step or evaluation.
 
-    def deadly(model: object, *arguments: object, **named: object) -> object:
-        nonlocal taken
-        taken += 1
-        if taken == die_in_step:
+    Both are counted from 1, from the start of this process.
+    """
+    steps, evaluations = count(1), count(1)
+    take, evaluate = loop.train_step, command.heldout_figures
+
+    def step(*arguments: object, **named: object) -> object:
+        if next(steps) == die_in_step:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(slow)
-        return ours(model, *arguments, **named)
+        return take(*arguments, **named)
 
-    loop.train_step = deadly
+    def figures(*arguments: object) -> object:
+        if next(evaluations) == die_in_evaluation:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(*arguments)
+
+    loop.train_step, command.heldout_figures = step, figures
     try:
         return train(chat_target(), job(directory, **options))
     finally:
-        loop.train_step = ours
+        loop.train_step, command.heldout_figures = take, evaluate
 
 
 if __name__ == "__main__":

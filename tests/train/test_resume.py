@@ -26,6 +26,7 @@ from headstart.files import read_json
 from headstart.heads.base import families
 from headstart.heads.checkpoint import load_head
 from headstart.pipeline import Step, run_step
+from headstart.train.checkpoint import looks_whole
 from headstart.train.resume import changes, cut_lines, refuse_another_run
 from headstart.train.run import train
 
@@ -120,6 +121,18 @@ def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case):
     assert lines(killed)[-1]["step"] == 13  # three steps or more that nobody saved
     run(killed, **CASES[case])
     assert_same_run(killed, place)
+
+
+def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place):
+    options = {"head": "medusa", "save_every": 5, "eval_every": 5, "max_steps": 10}
+    run(place, **options)
+    killed = another(place, "killed")
+    start(killed, die_in_evaluation=1, **options).wait()
+    assert checkpoints(killed) == [5]
+    assert not any("heldout/loss" in line for line in lines(killed))
+    run(killed, **options)
+    assert_same_run(killed, place, step=10)
+    assert [line["step"] for line in lines(killed) if "heldout/loss" in line] == [5, 10, 10]
 
 
 def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place):
@@ -289,16 +302,37 @@ def test_auto_starts_where_nothing_is_and_refuses_a_head_without_a_checkpoint(pl
         run(place, head="medusa", max_steps=2)
 
 
-def test_p34_a_torn_newest_checkpoint_is_passed_over_and_the_run_is_the_run(place):
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "manifest.json"])
+def test_p34_a_torn_newest_checkpoint_is_passed_over_and_the_run_is_the_run(place, name):
     options = {"head": "eagle", "save_every": 10}
     run(place, **options)
     torn = another(place, "torn")
     shutil.copytree(place / "out", torn / "out")
-    os.truncate(checkpoint(torn, 20) / "weights.safetensors", 100)
-    with pytest.warns(UserWarning, match="step-00000020: weights.safetensors has 100 bytes of"):
+    os.truncate(checkpoint(torn, 20) / name, 100)
+    with pytest.warns(UserWarning, match=f"step-00000020.*{name}"):
         run(torn, **options)
     assert_same_run(torn, place)
     assert checkpoints(torn) == [10, 20]
+
+
+def test_a_changed_state_of_full_size_does_not_pass_for_a_finished_run(place):
+    options = {"head": "medusa", "save_every": 2, "max_steps": 4}
+    run(place, **options)
+    state = checkpoint(place, 4) / "state.json"
+    state.write_text(state.read_text().replace('"step": 4', '"step": 5'))
+    with pytest.warns(UserWarning, match="state.json is not what was written"):
+        assert run(place, **options).step == 4
+    assert looks_whole(checkpoint(place, 4))
+
+
+def test_a_directory_of_torn_checkpoints_only_is_refused(place):
+    run(place, head="medusa", max_steps=2)
+    (checkpoint(place, 2) / "random.safetensors").unlink()
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(ValueError, match="none of its training checkpoints can be read"),
+    ):
+        run(place, head="medusa", max_steps=4)
 
 
 def test_a_named_checkpoint_is_continued_in_another_out_with_the_lines_before_it(place):
