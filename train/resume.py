@@ -37,11 +37,15 @@ FREE = (
     "rows",
     "target.attention",
     "target.device",
+    "target.device_map",
     "target.pack",
+    "target.parallel",
     "target.path",
     "target.revision",
+    "train.activation_checkpointing",
     "train.keep_last",
     "train.log_every",
+    "train.peak_tflops",
     "train.resume",
     "train.save_every",
     "train.workers",
@@ -50,6 +54,7 @@ FREE = (
 """Say how and where a run runs. Paths are among them: hashes name what lies there."""
 EVALUATION = (
     "heldout_hash",
+    "train.best_metric",
     "train.eval_every",
     "train.eval_new_tokens",
     "train.eval_prompts",
