@@ -46,7 +46,8 @@ class TrainConfig:
     max_steps: int | None = 1000
     """Optimizer steps; null when only time bounds the run."""
     max_seconds: float | None = None
-    """Seconds of training, evaluation and saving not counted; null when only steps bound it."""
+    """Seconds of training, evaluation and saving not counted; null when only steps bound it. Where
+    a clock sets the learning rate, no two runs are alike to the bit, resumed or not."""
     precision: str = "bf16"
     """bf16: autocast over fp32 master weights; fp32: everything in fp32."""
     features: str = "captured"
@@ -65,6 +66,11 @@ class TrainConfig:
     """Compute a decoder layer's activations again in the backward pass instead of keeping them."""
     save_every: int = 0
     """Optimizer steps between checkpoints; 0 saves at the end (and when interrupted)."""
+    keep_last: int = 2
+    """Newest training checkpoints that are kept, beside the best one."""
+    resume: str = "never"
+    """auto: go on from the newest whole training checkpoint in out, if there is one; never: refuse
+    an out that holds one; or the directory of a training checkpoint."""
     log_every: int = 10
     """Optimizer steps between lines of metrics.jsonl."""
     seed: int = 0
@@ -72,7 +78,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "lr", "clip", "batch_rows", "accumulation", "log_every")
-        _positive(self, "eval_rows", "eval_new_tokens")
+        _positive(self, "eval_rows", "eval_new_tokens", "keep_last")
         if self.pack_tokens is not None:
             _positive(self, "pack_tokens")
         _not_negative(self, "workers")
