@@ -1,7 +1,8 @@
-"""What a step that is not finite is told as: which ranks, which rows."""
+"""What is told of a step that is not finite: its number, the ranks and the rows."""
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 from headstart.heads.base import FeatureBatch
 from headstart.train.parallel import Parallel
@@ -14,15 +15,12 @@ def refuse_non_finite(
     own_loss: float,
     batches: Sequence[FeatureBatch],
     parallel: Parallel,
-) -> None:
-    """Raise ValueError on all ranks for a step whose loss or gradient norm is not finite.
+) -> NoReturn:
+    """Raise ValueError for a step whose loss or gradient norm is not finite; collective.
 
     `own_loss` is this rank's share. Where a loss is to blame, its ranks and their rows are named;
-    a gradient belongs to all of them. Collective when it raises; every rank has the same loss and
-    norm, so all raise or none.
+    a gradient belongs to all of them. Every rank has the same loss and norm, so all come here.
     """
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
     rows = [int(row) for batch in batches for row in batch.row_ids_B]
     by_rank = parallel.gather((math.isfinite(own_loss), rows))
     # Finite shares may add up to infinity: then all are to blame.

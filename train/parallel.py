@@ -64,9 +64,13 @@ class Parallel:
         self._accelerator.backward(loss * self.world)
 
     def clip_and_step(self, model: nn.Module, optimizer: Optimizer, clip: float) -> Tensor:
-        """Clip by the global norm, update, clear the gradients; return the norm before clipping."""
+        """Clip by the global norm, update, clear the gradients; return the norm before clipping.
+
+        A norm that is not finite updates nothing: weights could not be had back.
+        """
         norm = self._accelerator.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        if torch.isfinite(norm):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return norm
 
