@@ -30,7 +30,7 @@ class Ema:
         """Take in the weights after optimizer step `step`, counted from 1."""
         share = 1 - decay_at(step, self.decay)
         for average, weight in zip(self._averages, model.parameters(), strict=True):
-            average.lerp_(weight.detach(), share)
+            average.mul_(1 - share).add_(weight.detach(), alpha=share)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

@@ -4,11 +4,14 @@ Everything comes from sums over all ranks, divided at the end. K draft depths.
 """
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headstart.heads.base import FeatureBatch
+from headstart.heads.parts import TargetParts
 from headstart.train.clock import STAGES
 from headstart.train.flops import StepFlops
 from headstart.train.parallel import Parallel
@@ -45,12 +48,27 @@ class Meter:
             "train/run_tokens_per_s": progress.tokens / whole,
             "train/run_supervised_per_s": progress.supervised_tokens / whole,
         }
-        if self.flops is not None and self.peak is not None:
-            done = self.flops.of(since.tokens, since.supervised_tokens)
-            figures["train/mfu"] = done / seconds / self.peak
+        if (mfu := self.mfu(since)) is not None:
+            figures["train/mfu"] = mfu
         return figures | {
             f"time/{stage}": since.by_stage.get(stage, 0.0) / seconds for stage in STAGES
         }
+
+    def mfu(self, progress: Progress) -> float | None:
+        """Return the fraction of the peak that a stretch of training reached, if it is known."""
+        if self.flops is None or self.peak is None:
+            return None
+        done = self.flops.of(progress.tokens, progress.supervised_tokens)
+        return done / max(progress.seconds, 1e-9) / self.peak
+
+    def mfu_text(self, progress: Progress) -> str:
+        """Return the same for people: - where it is not known."""
+        mfu = self.mfu(progress)
+        return "-" if mfu is None else f"{mfu:.1%}"
+
+    def speed(self, progress: Progress) -> float:
+        """Return tokens a second over the run."""
+        return progress.tokens / max(progress.seconds, 1e-9)
 
 
 def _copy(progress: Progress) -> Progress:
@@ -89,6 +107,24 @@ def peak_memory(parallel: Parallel) -> dict[str, float]:
     by_rank = torch.zeros(parallel.world, dtype=torch.float64, device=parallel.device)
     by_rank[parallel.rank] = peak / 1e9
     return {"memory/peak_gb": parallel.sum(by_rank).max().item()}
+
+
+@torch.no_grad()
+def teacher_forced(
+    model: nn.Module, batches: Sequence[FeatureBatch], parts: TargetParts, parallel: Parallel
+) -> dict[str, float]:
+    """Return train/ metrics by depth over all ranks' batches, before they are learnt; collective.
+
+    In eval mode, without noise: the same figures as held-out ones, positions outside the draft
+    vocabulary included. The run's chances are not touched.
+    """
+    sums: MetricSums = {}
+    model.eval()
+    for batch in batches:
+        model(batch, parts, None, parallel.bare(model).denominators(batch))
+        add_metrics(sums, parallel.metrics)
+    model.train()
+    return metric_figures(sum_over_ranks(sums, parallel), "train")
 
 
 def add_metrics(total: MetricSums, more: MetricSums) -> None:

@@ -67,9 +67,7 @@ def _forth_and_back(
         last = number == len(batches) - 1
         # Gradients are summed over ranks once a step, in the last backward pass.
         with nullcontext() if last else parallel.no_sync(model):
-            with parallel.autocast():
-                sums = model(batch, parts, generator, denominators)
-            loss = sums.total(denominators)
+            loss = model(batch, parts, generator, denominators)
             parallel.backward(loss)
         total += loss.detach()
     return total

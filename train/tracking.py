@@ -26,6 +26,7 @@ from headstart.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
 KINDS = ("none", "wandb", "wandb_offline")
 FINISH_SECONDS = 60.0
 """Longest wait for what is still to be sent when a run ends."""
@@ -241,7 +242,7 @@ def make_tracker(config: LoggingConfig, out: Path, tags: Sequence[str], *, main:
     """Return what takes a run's figures: nothing on ranks other than the main one."""
     if not main:
         return NoTracker()
-    lines = JsonLines(out / "metrics.jsonl")
+    lines = JsonLines(out / METRICS)
     return lines if config.kind == "none" else Both(lines, WandbTracker(config, out, tags))
 
 
