@@ -94,6 +94,8 @@ def train(target: Target, config: TrainRun) -> Progress:
     if config.train.pack_tokens is not None:
         check_fits(rows, config.train.pack_tokens)
     head, start = new_head(config.head, target, rows)
+    if config.train.activation_checkpointing:
+        head.recompute_activations()
     if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
         head_drafter(head, target.parts, config.tree, SamplingConfig())
     source = feature_source(target, rows, config, meta, head.aux_features)
