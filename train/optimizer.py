@@ -7,7 +7,7 @@ therefore shares.
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Optimizer
 
 from headstart.train.config import TrainConfig
 
@@ -41,7 +41,7 @@ class MuonAndAdamW(Optimizer):
     """One optimizer of two rules: groups of matrices follow Muon, the others AdamW."""
 
     def __init__(self, matrices: list[Tensor], others: list[Tensor], config: TrainConfig) -> None:
-        muon = Muon(
+        muon = torch.optim.Muon(
             matrices,
             lr=config.lr,
             weight_decay=config.weight_decay,
@@ -60,8 +60,8 @@ class MuonAndAdamW(Optimizer):
             rule.step()
 
 
-def _adamw(parameters: list[Tensor], config: TrainConfig) -> AdamW:
-    return AdamW(
+def _adamw(parameters: list[Tensor], config: TrainConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
         parameters,
         lr=config.lr,
         betas=tuple(config.betas),
