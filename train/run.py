@@ -30,10 +30,11 @@ from headstart.heads.checkpoint import check_pairing, info_for, load_head, save_
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
+from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.heldout import heldout_figures
 from headstart.train.loop import Hooks, train_head
-from headstart.train.parallel import Parallel, make_parallel
+from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.tracking import JsonLines
 
