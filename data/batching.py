@@ -75,11 +75,12 @@ def epoch_steps(lengths: Sequence[int], dealing: Dealing, epoch: int) -> list[St
 
 
 def steps_forever(
-    lengths: Sequence[int], dealing: Dealing
+    lengths: Sequence[int], dealing: Dealing, epoch: int = 0, done: int = 0
 ) -> Iterator[tuple[int, list[MicroBatch]]]:
     """Yield (epoch, this rank's micro-batches of an optimizer step) without end.
 
-    Every rank gets `accumulation` of them in every step; where an epoch's rows run out, fillers
+    The first is the one after `done` steps of `epoch`: what went before is neither read nor dealt
+    out. Every rank gets `accumulation` of them in every step; where an epoch's rows run out, fillers
     (the shortest row) make up the number.
     """
     shortest = min(range(len(lengths)), key=lambda row: lengths[row])
@@ -87,7 +88,7 @@ def steps_forever(
         [shortest] if dealing.pack_tokens is None else [[shortest]],
         filler=True,
     )
-    for epoch in count():
-        for step in epoch_steps(lengths, dealing, epoch):
+    for current in count(epoch):
+        for step in epoch_steps(lengths, dealing, current)[done if current == epoch else 0 :]:
             mine = [MicroBatch(rows) for rows in step[dealing.rank :: dealing.ranks]]
-            yield epoch, mine + [filler] * (dealing.accumulation - len(mine))
+            yield current, mine + [filler] * (dealing.accumulation - len(mine))

@@ -65,6 +65,11 @@ class TrainConfig:
     """Compute a decoder layer's activations again in the backward pass instead of keeping them."""
     save_every: int = 0
     """Optimizer steps between checkpoints; 0 saves at the end (and when interrupted)."""
+    keep_last: int = 2
+    """Newest training checkpoints that are kept, beside the best one."""
+    resume: str = "never"
+    """auto: go on from the newest whole training checkpoint in out, if there is one; never: refuse
+    an out that holds one; or the directory of a training checkpoint."""
     log_every: int = 10
     """Optimizer steps between lines of metrics.jsonl."""
     seed: int = 0
@@ -72,7 +77,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "lr", "clip", "batch_rows", "accumulation", "log_every")
-        _positive(self, "eval_rows", "eval_new_tokens")
+        _positive(self, "eval_rows", "eval_new_tokens", "keep_last")
         if self.pack_tokens is not None:
             _positive(self, "pack_tokens")
         _not_negative(self, "workers")
