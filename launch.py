@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -243,10 +244,10 @@ class _Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "_Signals":
-        try:
-            self._before = {number: signal.signal(number, self._take) for number in STOPPING}
-        except ValueError:
-            log.debug("signals are the main thread's: this thread's ranks get none")
+        if threading.current_thread() is threading.main_thread():
+            for number in STOPPING:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(
