@@ -51,7 +51,9 @@ def write_rows(directory: Path) -> None:
         writer.finish("made for a test", {})
 
 
-def job(directory: Path, *, head: str = "eagle", kind: str = "single", **options: object) -> TrainRun:
+def job(
+    directory: Path, *, head: str = "eagle", kind: str = "single", **options: object
+) -> TrainRun:
     """Make the run of these options; its files are in `directory`."""
     return TrainRun(
         target=TargetConfig(path="in memory"),

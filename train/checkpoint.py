@@ -47,17 +47,15 @@ class Snapshot:
     """
 
     progress: Progress
-    identity: dict[str, Any]
-    """What the run is, as plain JSON; see resume.py."""
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Tensor]]
     """By parameter name and name of the state."""
     random: list[dict[str, Tensor]]
     """Of each rank; see randomness.py."""
-    best: dict[str, Any] | None = None
-    """Figure, value and step of the best evaluation; None before the first."""
     ema: dict[str, Tensor] = field(default_factory=dict)
     """Averaged weights by name; empty where the run keeps none."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """What the run is, as plain JSON; see resume.py."""
 
 
 @dataclass
@@ -65,7 +63,6 @@ class State:
     """What state.json says, to be read without the tensors."""
 
     progress: Progress
-    best: dict[str, Any] | None
     identity: dict[str, Any]
 
 
@@ -79,6 +76,7 @@ class Checkpoints:
     def __init__(self, directory: Path, keep_last: int) -> None:
         self.directory, self.keep_last = directory, keep_last
         self._passed_over: set[int] = set()
+        self._known: set[int] = set()  # written or read by this process
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is or would be."""
@@ -101,20 +99,27 @@ class Checkpoints:
         """
         for step in reversed(self.steps()):
             try:
-                return self.path(step), read_snapshot(self.path(step))
+                snapshot = read_snapshot(self.path(step))
+                self._known.add(step)
+                return self.path(step), snapshot
             except (OSError, ValueError) as error:
                 self._passed_over.add(step)
                 warnings.warn(f"passed over a training checkpoint: {error}", stacklevel=2)
         return None
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint and, when it is complete, remove those that are not kept."""
-        step = snapshot.progress.step
+        """Write a checkpoint and, when it is complete, remove those that are not kept.
+
+        A step is written once: to replace what is whole would be to lose it for a moment.
+        """
+        step, best = snapshot.progress.step, snapshot.progress.best
         path = self.path(step)
-        write_snapshot(path, snapshot)
+        if step not in self._known:
+            write_snapshot(path, snapshot)
+            log.info("step %d: training checkpoint %s", step, path)
+        self._known.add(step)
         self._passed_over.discard(step)
-        self._prune(None if snapshot.best is None else snapshot.best["step"])
-        log.info("step %d: training checkpoint %s", step, path)
+        self._prune(None if best is None else best["step"])
         return path
 
     def _prune(self, best: int | None) -> None:
@@ -148,7 +153,7 @@ def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
         for kind, named in tensors.items():
             whole = {name: tensor.contiguous() for name, tensor in named.items()}
             save_file(whole, temporary / f"{kind}.safetensors")
-        state = State(snapshot.progress, snapshot.best, snapshot.identity)
+        state = State(snapshot.progress, snapshot.identity)
         write_json(temporary / STATE, asdict(state))
         files = {path.name: _measured(path) for path in sorted(temporary.iterdir())}
         manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "files": files}
@@ -171,12 +176,11 @@ def read_snapshot(directory: Path) -> Snapshot:
     optimizer, ranks = _nested(tensors["optimizer"]), _nested(tensors["random"])
     snapshot = Snapshot(
         state.progress,
-        state.identity,
         tensors["weights"],
         optimizer,
         [ranks[str(rank)] for rank in range(len(ranks))],
-        state.best,
         ema,
+        state.identity,
     )
     _check_shapes(directory, snapshot)
     for kind, named in (*tensors.items(), ("ema", ema)):
@@ -196,7 +200,7 @@ def read_state(directory: Path) -> State:
             f"{path}: progress has the fields {sorted(values['progress'])}, expected "
             f"{sorted(known)}; it was written by another version"
         )
-    return State(Progress(**values["progress"]), values["best"], values["identity"])
+    return State(Progress(**values["progress"]), values["identity"])
 
 
 def has_all_files(directory: Path) -> bool:
@@ -232,13 +236,14 @@ def _check_sizes(directory: Path) -> dict[str, dict[str, Any]]:
     there = {path.name for path in directory.iterdir()} - {MANIFEST}
     if not needed <= set(files) <= needed | {"ema.safetensors"} or there != set(files):
         raise ValueError(
-            f"{directory}: files {sorted(there)}, manifest {sorted(files)}; copy the whole directory"
+            f"{directory}: files {sorted(there)}, in the manifest {sorted(files)}; copy the whole "
+            "directory"
         )
     for name, stored in files.items():
         size = (directory / name).stat().st_size
         if size != stored["bytes"]:
             raise ValueError(
-                f"{directory}: {name} has {size} bytes of {stored['bytes']}: a copy or write was cut"
+                f"{directory}: {name} has {size} bytes of {stored['bytes']}; restore it from a copy"
             )
     return files
 

@@ -11,15 +11,18 @@ from headstart.data.features import FeatureSource
 from headstart.heads.base import FeatureBatch
 from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
+from headstart.train.progress import Progress
 
 Fed = tuple[tuple[int, list[MicroBatch]], list[FeatureBatch]]
 """((epoch, micro-batches), their features) of one optimizer step."""
 
 
-def loaded_steps(source: FeatureSource, config: TrainConfig, parallel: Parallel) -> Iterator[Fed]:
+def loaded_steps(
+    source: FeatureSource, config: TrainConfig, parallel: Parallel, progress: Progress
+) -> Iterator[Fed]:
     """Yield ((epoch, micro-batches), their features) of one optimizer step after the other.
 
-    Closing the iterator ends its threads.
+    The first is the one after `progress`. Closing the iterator ends its threads.
     """
     dealing = Dealing(
         config.batch_rows,
@@ -35,7 +38,8 @@ def loaded_steps(source: FeatureSource, config: TrainConfig, parallel: Parallel)
 
     # The target is not run beside the step: evaluation uses it too, and its taps are hooks.
     workers = config.workers if config.features == "captured" else 0
-    return read_ahead(steps_forever(source.lengths, dealing), load, workers)
+    steps = steps_forever(source.lengths, dealing, progress.epoch, progress.in_epoch)
+    return read_ahead(steps, load, workers)
 
 
 def _features(source: FeatureSource, micro: MicroBatch) -> FeatureBatch:

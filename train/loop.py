@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,15 @@ from tqdm import tqdm
 
 from headstart.data.features import FeatureSource
 from headstart.heads.base import DraftHead
+from headstart.train.checkpoint import Snapshot
 from headstart.train.config import TrainConfig, rate
 from headstart.train.feeding import loaded_steps
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
+from headstart.train.randomness import random_state
+from headstart.train.resume import evaluates_again, take_up
 from headstart.train.step import train_step
+from headstart.train.stopping import Stop
 from headstart.train.tracking import Tracker
 
 log = logging.getLogger(__name__)
@@ -31,7 +36,9 @@ class Hooks:
     evaluate: Callable[[dict[str, Tensor]], dict[str, float]]
     """Return figures."""
     save: Callable[[dict[str, Tensor], Progress], None]
-    """Write a checkpoint."""
+    """Write the head."""
+    keep: Callable[[Snapshot], None] | None = None
+    """Write a training checkpoint; None: nobody will go on with this run."""
 
 
 def train_head(
@@ -42,19 +49,30 @@ def train_head(
     parallel: Parallel,
     hooks: Hooks,
     tracker: Tracker,
+    resume: Snapshot | None = None,
 ) -> Progress:
-    """Train until the budget is used; Ctrl-C saves a usable checkpoint and goes on up.
+    """Train until the budget is used, from the start or from where `resume` was taken.
 
-    Raises ValueError when no row of the source has a supervised token, and for a loss that is not
-    finite (naming the step and its rows).
+    Ctrl-C and SIGTERM save after a step and raise KeyboardInterrupt. Raises ValueError when no row
+    of the source has a supervised token, and for a loss that is not finite (naming the step and its
+    rows).
     """
     model, optimizer = parallel.prepare(head, lambda bare: make_optimizer(bare, config))
     seed = config.seed + RANK_SEEDS * parallel.rank
     generator = torch.Generator(parallel.device).manual_seed(seed)
-    progress, steps = Progress(), loaded_steps(source, config, parallel)
-    bar = _bar(parallel)
+    progress = Progress()
+    if resume is not None:
+        take_up(resume, model, optimizer, generator, parallel, config.seed)
+        progress = resume.progress
+    steps = loaded_steps(source, config, parallel, progress)
+
+    def save() -> None:
+        _save(model, optimizer, generator, hooks, progress, parallel)
+
     model.train()
-    try:
+    with Stop(parallel) as stop, closing(steps), _bar(parallel) as bar:
+        if evaluates_again(progress, config):
+            _evaluate(model, hooks, progress, tracker, parallel)
         while progress.fraction(config) < 1:
             start = time.perf_counter()
             (epoch, window), batches = next(steps)
@@ -81,22 +99,19 @@ def train_head(
             progress.count(epoch, counted, seconds, parallel)
             if parallel.is_main:
                 _report(progress, config, loss, norm, lr, tracker, bar)
+            if stop.asked():
+                log.warning("interrupted at step %d: saving", progress.step)
+                save()
+                raise KeyboardInterrupt
             if config.save_every and progress.step % config.save_every == 0:
-                _save(model, hooks, progress, parallel)
+                save()
             if config.eval_every and progress.step % config.eval_every == 0:
                 _evaluate(model, hooks, progress, tracker, parallel)
         if progress.supervised_tokens == 0:
             raise ValueError("rows: no supervised token in any of them; look at their loss_mask")
         # Saved first: an evaluation that fails must not take the trained head with it.
-        _save(model, hooks, progress, parallel)
+        save()
         _evaluate(model, hooks, progress, tracker, parallel)
-    except KeyboardInterrupt:
-        log.warning("interrupted at step %d: saving", progress.step)
-        _save(model, hooks, progress, parallel)
-        raise
-    finally:
-        steps.close()
-        bar.close()
     return progress
 
 
@@ -139,8 +154,20 @@ def _report(
         _track(tracker, progress, figures | {"train/lr": lr})
 
 
-def _save(model: nn.Module, hooks: Hooks, progress: Progress, parallel: Parallel) -> None:
+def _save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+    hooks: Hooks,
+    progress: Progress,
+    parallel: Parallel,
+) -> None:
     weights = parallel.weights(model)
+    if hooks.keep is not None:  # first: no head is ahead of what a run can go on from
+        moments = parallel.optimizer_state(model, optimizer)
+        random = parallel.gather(random_state(generator))
+        if parallel.is_main:
+            hooks.keep(Snapshot(progress, weights, moments, random))
     if parallel.is_main:
         hooks.save(weights, progress)
     parallel.barrier()
@@ -152,6 +179,7 @@ def _evaluate(
     weights = parallel.weights(model)
     figures = hooks.evaluate(weights) if parallel.is_main else {}
     parallel.barrier()
+    progress.evaluated = progress.step
     if figures:
         shown = ", ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in figures.items())
         log.info("step %d: %s", progress.step, shown)

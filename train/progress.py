@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,16 +13,25 @@ from headstart.train.parallel import Parallel
 
 @dataclass
 class Progress:
-    """How far a run is; sums over everything seen by all ranks, repeats included."""
+    """How far a run is; sums over everything seen by all ranks, repeats included.
+
+    Plain values, which training checkpoints hold: what a run must know of its past is here.
+    """
 
     step: int = 0
     epoch: int = 0
+    in_epoch: int = 0
+    """Steps of this epoch."""
     rows: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
     seconds: float = 0.0
     """Training only, by rank 0's clock."""
     by_stage: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "head": 0.0})
+    evaluated: int = 0
+    """Step of the last evaluation."""
+    best: dict[str, Any] | None = None
+    """Figure, value and step of the best evaluation; None before the first."""
 
     def fraction(self, config: TrainConfig, ahead: float = 0.0) -> float:
         """Return how much of the budget is used, in [0, 1]: the larger of steps and seconds.
@@ -54,6 +64,7 @@ class Progress:
         seconds = torch.tensor(list(by_stage.values()), dtype=torch.float64) * parallel.is_main
         summed = parallel.sum(torch.cat((counts, seconds)).to(parallel.device)).tolist()
         self.step += 1
+        self.in_epoch = self.in_epoch + 1 if epoch == self.epoch else 1
         self.epoch = epoch
         self.rows += int(summed[0])
         self.tokens += int(summed[1])

@@ -6,6 +6,7 @@ runs (where, how often it logs) may change, and is told.
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from headstart.files import atomic_path
-from headstart.train.checkpoint import Checkpoints, Snapshot, read_snapshot
+from headstart.train.checkpoint import Checkpoints, Snapshot, read_snapshot, read_state
+from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.randomness import derive_random, restore_random
 
 log = logging.getLogger(__name__)
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
 FREE = (
     "device",
@@ -102,7 +105,10 @@ def refuse_another_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> 
 
 
 def tell_changes(path: Path, progress: Progress, found: list[Change]) -> None:
-    """Log where a run goes on and what is no longer as it was."""
+    """Log where a run goes on and what is no longer as it was.
+
+    Where other figures are measured, the best one so far is forgotten: they do not compare.
+    """
     log.info("going on from %s: step %d, epoch %d", path, progress.step, progress.epoch)
     for change in found:
         log.info("going on with a change: %s", change)
@@ -110,11 +116,66 @@ def tell_changes(path: Path, progress: Progress, found: list[Change]) -> None:
             log.info("%s: the learning rate schedule is stretched from here on", change.name)
         if change.name == "processes":
             log.info("processes: rows a step are the same; each rank's random state starts anew")
+        if change.among(EVALUATION) and change.name != "train.eval_every" and progress.best:
+            log.info("%s: the best figure so far, %s, is forgotten", change.name, progress.best)
+            progress.best = None
 
 
-def choose_start(
-    out: Path, resume: str, checkpoints: Checkpoints
-) -> tuple[Path, Snapshot] | None:
+def finished(
+    out: Path, config: TrainConfig, checkpoints: Checkpoints, own: dict[str, Any]
+) -> Progress | None:
+    """Return the progress of a run that has ended in `out`; None when there is something to do.
+
+    Reads no tensor, so that it can be asked before anything is loaded. Raises ValueError for an
+    `out` that must not be written to, and for options that would make it another run.
+    """
+    if config.resume == "never":
+        refuse_occupied(out, checkpoints)
+    newest = checkpoints.newest()
+    if config.resume != "auto" or newest is None:
+        return None
+    state = read_state(newest)
+    refuse_another_run(newest, state.identity, own)
+    if state.progress.fraction(config) < 1 or not (out / SUMMARY).exists():
+        return None
+    log.info("%s: finished already at step %d; nothing to do", out, state.progress.step)
+    return state.progress
+
+
+def going_on(
+    out: Path,
+    config: TrainConfig,
+    checkpoints: Checkpoints,
+    own: dict[str, Any],
+    head: nn.Module,
+    parallel: Parallel,
+) -> Snapshot | None:
+    """Return what a run goes on from, and make its files fit; None starts a new one.
+
+    Every rank gets it, the tensors are on rank 0. Collective.
+    """
+    snapshot = None
+    if parallel.is_main:
+        found = choose_start(out, config.resume, checkpoints)
+        metrics = out / METRICS
+        if found is None:
+            metrics.unlink(missing_ok=True)
+        else:
+            path, snapshot = found
+            changed = refuse_another_run(path, snapshot.identity, own)
+            refuse_misfit(path, snapshot.weights, head)
+            tell_changes(path, snapshot.progress, changed)
+            before = path.resolve().parents[1] / METRICS
+            if before.exists() and before != metrics.resolve():  # in another out: its past as well
+                shutil.copyfile(before, metrics)
+            ended = snapshot.progress.fraction(config) >= 1
+            again = ended or evaluates_again(snapshot.progress, config)
+            cut_lines(metrics, snapshot.progress.step, heldout=again)
+        (out / SUMMARY).unlink(missing_ok=True)
+    return share(snapshot, parallel)
+
+
+def choose_start(out: Path, resume: str, checkpoints: Checkpoints) -> tuple[Path, Snapshot] | None:
     """Return the checkpoint that a run goes on from and what it holds; None starts a new run.
 
     Raises ValueError for an `out` that must not be written to, FileNotFoundError for a path that
@@ -196,10 +257,19 @@ def take_up(
         derive_random(seed, snapshot.progress.step, parallel.rank, generator)
 
 
-def cut_lines(path: Path, step: int, *, evaluated: bool) -> None:
+def evaluates_again(progress: Progress, config: TrainConfig) -> bool:
+    """Tell whether a run that goes on makes the evaluation of its last step.
+
+    A checkpoint is saved before the evaluation of its step: a kill between them swallowed that.
+    """
+    due = config.eval_every and progress.step > 0 and progress.step % config.eval_every == 0
+    return bool(due) and progress.evaluated < progress.step
+
+
+def cut_lines(path: Path, step: int, *, heldout: bool) -> None:
     """Drop the lines of metrics.jsonl that the run will write again: none may stand there twice.
 
-    Those are the lines after `step`, and at `step` the held-out figures unless `evaluated`.
+    Those are the lines after `step`, and with `heldout` the held-out figures of `step`.
     """
     if not path.exists():
         return
@@ -210,7 +280,7 @@ def cut_lines(path: Path, step: int, *, evaluated: bool) -> None:
             except json.JSONDecodeError:  # a kill cut it: it was the last
                 break
             measured = any(name.startswith("heldout/") for name in line)
-            if line["step"] < step or (line["step"] == step and (evaluated or not measured)):
+            if line["step"] < step or (line["step"] == step and not (heldout and measured)):
                 kept.write(text)
 
 
