@@ -74,9 +74,12 @@ class LaunchConfig:
         return self.nodes * self.num_processes
 
     def node(self) -> int:
-        """Return this machine's number. Raises ValueError where nothing tells it."""
+        """Return this machine's number. Raises ValueError where nothing tells it, or Slurm differs."""
         if self.nodes == 1:
             return 0
+        found = os.environ.get("SLURM_NNODES", str(self.nodes))
+        if found != str(self.nodes):
+            raise ValueError(f"launch.nodes={self.nodes}, but Slurm gave {found}; set it to that")
         if self.node_rank is not None:
             return self.node_rank
         if "SLURM_NODEID" not in os.environ:
@@ -183,7 +186,9 @@ def _meeting_point(config: LaunchConfig) -> tuple[str, int]:
                 f"launch.nodes={config.nodes} needs launch.master_address: that of machine 0"
             )
         names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-        address = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()[0]
+        address = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()[
+            0
+        ]
     if port is None:  # two jobs that share a machine must not meet each other
         port = PORT if job is None else 20000 + int(job) % 40000
     return address or "localhost", port

@@ -7,7 +7,8 @@ finished, and ends with a status that tells whether all have.
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,9 @@ def end_sweep(directory: Path) -> str | None:
     return f"{len(failed)} of {len(rows)} jobs failed: {jobs}"
 
 
-def claim(directory: Path) -> FileLock:
-    """Hold a directory for as long as the lock that is returned lives, or until this process ends.
+@contextmanager
+def claim(directory: Path) -> Iterator[None]:
+    """Hold a directory until the block, or this process, ends.
 
     Raises ValueError when another run holds it: two of the same second would write over each other.
     """
@@ -111,7 +113,10 @@ def claim(directory: Path) -> FileLock:
         raise ValueError(
             f"out={directory}: another run is writing there; choose another directory"
         ) from None
-    return lock
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _in_order(path: Path) -> tuple[int, str]:

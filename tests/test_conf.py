@@ -88,6 +88,7 @@ def test_every_option_of_every_group_composes(name, override):
 def test_every_yaml_file_is_a_command_or_an_option_of_one():
     groups = {group.split("@")[0] for name in cli.COMMANDS for group in choices(name)}
     files = {path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml")}
+    groups.add("hydra/launcher")
     known = {f"{group}/{option}" for group in groups for option in options(group)}
     assert files == known | set(cli.COMMANDS)
 
@@ -300,13 +301,13 @@ def test_the_comparison_trains_every_family_on_the_same_tokens(tmp_path):
 
 
 LAYERS = (
-    ("files", "launch"),
+    ("files", "launch", "ranks", "signals", "sweep"),
     ("heads",),
     ("eval.engine",),
     ("data",),
     ("eval",),
     ("train",),
-    ("pipeline", "cli", "__main__"),
+    ("pipeline", "jobs", "cli", "__main__"),
 )
 
 
