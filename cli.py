@@ -134,8 +134,9 @@ def run_command(name: str) -> None:
 
     with _prepared(name, getattr(module, command.schema)) as directory:
         hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=name)(job)()
-        if jobs.swept(sys.argv):  # a launcher may have run the jobs elsewhere
-            failed = sweep.end_sweep(Path(directory or swept[0]))
+        places = [directory] if directory else swept  # a launcher may have run them elsewhere
+        if jobs.swept(sys.argv) and places:
+            failed = sweep.end_sweep(Path(places[0]))
             if failed:
                 raise SystemExit(f"headstart {name}: {failed}")
 

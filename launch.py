@@ -74,7 +74,7 @@ class LaunchConfig:
         return self.nodes * self.num_processes
 
     def node(self) -> int:
-        """Return this machine's number. Raises ValueError where nothing tells it, or Slurm differs."""
+        """Return this machine's number. Raises ValueError where nothing tells it."""
         if self.nodes == 1:
             return 0
         found = os.environ.get("SLURM_NNODES", str(self.nodes))
@@ -88,6 +88,22 @@ class LaunchConfig:
             )
         return int(os.environ["SLURM_NODEID"])
 
+    def meeting_point(self) -> tuple[str, int]:
+        """Return where machine 0 listens. Raises ValueError where nothing tells its address."""
+        job = os.environ.get("SLURM_JOB_ID")
+        address, port = self.master_address, self.master_port
+        if address is None and self.nodes > 1:
+            if job is None:
+                raise ValueError(
+                    f"launch.nodes={self.nodes} needs launch.master_address: that of machine 0"
+                )
+            names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+            told = subprocess.run(names, capture_output=True, text=True, check=True).stdout
+            address = told.split()[0]
+        if port is None:  # two jobs that share a machine must not meet each other
+            port = PORT if job is None else 20000 + int(job) % 40000
+        return address or "localhost", port
+
 
 def check(config: LaunchConfig, kind: str | None, gpus: int | None) -> None:
     """Refuse a launch that does not fit the `parallel` option or the machine.
@@ -98,6 +114,11 @@ def check(config: LaunchConfig, kind: str | None, gpus: int | None) -> None:
     if ranks.in_rank():
         _check_started(config)
         return
+    if kind not in (None, "single") and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise ValueError(
+            f"parallel={kind}: accelerate launch started one process that is no rank, as it does "
+            "with --cpu; use torchrun, or launch.num_processes=N without a launcher"
+        )
     if kind == "single" and config.world > 1:
         raise ValueError(
             f"parallel=single trains in one process, launch asks for {config.world}; "
@@ -109,7 +130,7 @@ def check(config: LaunchConfig, kind: str | None, gpus: int | None) -> None:
             f"GPU{'s' * (gpus != 1)}, and each takes one process; use {gpus} or fewer"
         )
     config.node()
-    _meeting_point(config)
+    config.meeting_point()
 
 
 def _check_started(config: LaunchConfig) -> None:
@@ -135,7 +156,7 @@ def starts_ranks(config: LaunchConfig, kind: str | None, *, sweeping: bool) -> b
     """
     if ranks.in_rank():
         return False
-    return sweeping or config.world > 1 or kind not in (None, "single", "from_env")
+    return sweeping or config.world > 1 or kind not in (None, "single")
 
 
 def start_ranks(config: LaunchConfig, command: str, out: str) -> None:
@@ -167,31 +188,13 @@ def start_ranks(config: LaunchConfig, command: str, out: str) -> None:
 def _places(config: LaunchConfig) -> list[str]:
     if config.nodes == 1:
         return ["--standalone"]
-    address, port = _meeting_point(config)
+    address, port = config.meeting_point()
     return [
         f"--nnodes={config.nodes}",
         f"--node-rank={config.node()}",
         f"--master-addr={address}",
         f"--master-port={port}",
     ]
-
-
-def _meeting_point(config: LaunchConfig) -> tuple[str, int]:
-    """Return where machine 0 listens. Raises ValueError where nothing tells its address."""
-    job = os.environ.get("SLURM_JOB_ID")
-    address, port = config.master_address, config.master_port
-    if address is None and config.nodes > 1:
-        if job is None:
-            raise ValueError(
-                f"launch.nodes={config.nodes} needs launch.master_address: that of machine 0"
-            )
-        names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-        address = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()[
-            0
-        ]
-    if port is None:  # two jobs that share a machine must not meet each other
-        port = PORT if job is None else 20000 + int(job) % 40000
-    return address or "localhost", port
 
 
 def _overrides(out: str) -> list[str]:
