@@ -21,7 +21,6 @@ from headstart.signals import Stopped, terminable
 
 CONF = "headstart.conf"
 SWEEP_FLAGS = {"-m", "--multirun"}
-USER_ERRORS = (ValueError, OSError, ImportError, RuntimeError)
 
 Work = Callable[[Any], Any]
 ToObject = Callable[[DictConfig], Any]
@@ -104,6 +103,7 @@ def _here_or_in_ranks(name: str, work: Work, config: Any, *, sweeping: bool) -> 
         if starts_ranks(launch, _kind(config), sweeping=sweeping):
             return start_ranks(launch, name, config.out)
         if ranks.in_rank():
+            ranks.end_with_parent()
             ranks.take_device()
             config.out = ranks.agree(config.out)
         return work(config)
@@ -129,7 +129,7 @@ def explained(run: Callable[[], Any]) -> Any:
     except Exception as error:
         if ranks.in_rank():
             ranks.fail(error)
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not isinstance(error, USER_ERRORS):
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not isinstance(error, sweep.USER_ERRORS):
             raise
         logging.getLogger("headstart").debug("failed", exc_info=True)
         raise SystemExit(f"error: {error}") from None

@@ -6,10 +6,12 @@ tells a warning that all of them have.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -23,6 +25,7 @@ from torch.distributed import DistError, Store, rendezvous
 LAUNCHED = "HEADSTART_LAUNCHED"  # set for ranks that `headstart` started itself
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for a rank's error
 MEET_SECONDS = 600  # a rank may load its modules from a slow disk
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FORMAT = "[%(asctime)s][rank {rank}][%(name)s][%(levelname)s] - %(message)s"
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,12 @@ def quiet_arguments(arguments: Sequence[str]) -> list[str]:
     kept = [a for a in arguments if not a.startswith(ours)]
     logs = ["hydra/job_logging=stdout", "hydra.job_logging.root.level=WARNING"]
     return [*kept, "hydra.run.dir=.", "hydra.output_subdir=null", *logs]
+
+
+def end_with_parent() -> None:
+    """Have this rank asked to stop when the process that started it dies, however it dies."""
+    if started_by_us() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def take_device() -> None:

@@ -22,6 +22,8 @@ OUTCOME = "outcome.json"
 ROWS = "sweep.jsonl"
 HOW = ("launch", "logging", "train.resume")
 """Options that say how a job runs or is watched, not what it makes."""
+USER_ERRORS = (ValueError, OSError, ImportError, RuntimeError)
+"""What a message explains without a traceback."""
 
 
 @dataclass
@@ -56,7 +58,7 @@ def run_job(
     try:
         result = work()
     except Exception as error:
-        log.error("%s failed: %s", directory, error, exc_info=not isinstance(error, ValueError))
+        log.error("%s failed: %s", directory, error, exc_info=not isinstance(error, USER_ERRORS))
         reason = f"{type(error).__name__}: {error}"
     seconds = round(time.perf_counter() - started, 1)
     status = "finished" if reason is None else "failed"

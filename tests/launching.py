@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 from training import chat_target, command, random_rows, save_target, saved
 
 from headstart.data.rows import RowsMeta, RowsWriter
@@ -94,7 +95,8 @@ def finish(process: subprocess.Popen, status: int = 0) -> str:
     try:
         said, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        process.kill()
+        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            one.kill()
         raise
     assert process.returncode == status, said
     return said

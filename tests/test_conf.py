@@ -278,6 +278,7 @@ def test_a_sweeping_experiment_runs_as_a_sweep_only(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_comparison_trains_every_family_on_the_same_tokens(tmp_path):
     directory = save_target(tmp_path / "target", layers=8)  # EAGLE-3 taps states 2, 4 and 5
     tiny = ["data.num_prompts=7", "data.max_length=300", "generate.max_new_tokens=4"]
