@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError
@@ -71,6 +72,12 @@ def sweep_directory(name: str, overrides: Sequence[str]) -> str | None:
         return str(cfg.hydra.sweep.dir)
     except (InterpolationResolutionError, InterpolationToMissingValueError):
         return None
+    except MissingConfigException as error:
+        if "submitit" not in str(error.missing_cfg_file):
+            raise
+        raise ValueError(
+            "hydra/launcher: slurm and local need the extra: pip install headstart[slurm]"
+        ) from None
     finally:
         GlobalHydra.instance().clear()
 

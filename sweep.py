@@ -20,6 +20,7 @@ from headstart.files import read_json, write_json
 log = logging.getLogger(__name__)
 OUTCOME = "outcome.json"
 ROWS = "sweep.jsonl"
+RUNNING = ".running"
 HOW = ("launch", "logging", "train.resume")
 """Options that say how a job runs or is watched, not what it makes."""
 USER_ERRORS = (ValueError, OSError, ImportError, RuntimeError)
@@ -108,7 +109,7 @@ def claim(directory: Path) -> Iterator[None]:
     Raises ValueError when another run holds it: two of the same second would write over each other.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory / ".running", timeout=0)
+    lock = FileLock(directory / RUNNING, timeout=0)
     try:
         lock.acquire()
     except Timeout:
@@ -118,6 +119,7 @@ def claim(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        (directory / RUNNING).unlink(missing_ok=True)
         lock.release()
 
 

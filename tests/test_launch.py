@@ -34,7 +34,7 @@ def processes(out: Path) -> int:
 def assert_one_run(runs: Path) -> Path:
     """Return the one directory that a run made, with one config, one log and one head."""
     (out,) = runs.iterdir()
-    assert [path.name for path in out.rglob("*.log")] == ["train.log"]
+    assert [path.name for path in out.rglob("*.log")] == ["cli.log"]
     assert len(list(out.rglob("config.yaml"))) == 1
     assert load_head(out / "head")[1].step == 3
     assert processes(out) == 2
@@ -44,7 +44,7 @@ def assert_one_run(runs: Path) -> Path:
 def test_p57_one_command_trains_on_two_processes_in_one_directory_that_bears_a_time(root, training):
     said = finish(start(root, [*training, "parallel=ddp", "launch.num_processes=2", STAMPED]))
     out = assert_one_run(root / "runs")
-    told = (out / "train.log").read_text()
+    told = (out / "cli.log").read_text()
     assert "starting 2 of 2 ranks here" in told
     assert "[rank 0][headstart.train.run][INFO] - training" in told
     assert "rank 1" not in told
@@ -88,7 +88,7 @@ def test_a_warning_of_all_ranks_stands_once_in_the_log_and_those_of_others_bear_
         )
     finally:
         meta.write_text(before)
-    told = (root / "warned/train.log").read_text()
+    told = (root / "warned/cli.log").read_text()
     for text in (said, told):
         assert text.count("the answers are not this target's own") == 1
         assert text.count("[rank 1][here][WARNING] - only rank 1 says this") == 1

@@ -1,6 +1,5 @@
 """How the ranks of a job end together: by a failure, by a kill, by Ctrl-C, by SIGTERM."""
 
-import os
 import signal
 import subprocess
 import time
@@ -60,7 +59,7 @@ def test_ctrl_c_and_sigterm_reach_all_ranks_which_save_the_same_step_and_end(
     said = finish(process, status)
     step = assert_one_checkpoint(root, out)
     assert f"{number.name}: stopping after this step, then saving" in said
-    assert f"interrupted at step {step}: saving" in (root / out / "train.log").read_text()
+    assert f"interrupted at step {step}: saving" in (root / out / "cli.log").read_text()
     assert "Traceback" not in said
 
 
@@ -106,7 +105,7 @@ def test_the_first_rank_to_fail_ends_the_job_with_its_traceback_shown_once(root,
         BREAK_RANKS="1",
     )
     said = finish(process, 1)
-    told = (root / "fails/train.log").read_text()
+    told = (root / "fails/cli.log").read_text()
     for text in (said, told):
         assert text.count("Traceback (most recent call last)") == 1
         assert text.count("ValueError: rank 1 cannot go on\n") >= 1
@@ -150,7 +149,7 @@ def test_a_rank_that_fails_under_a_torchrun_of_the_user_leaves_it_the_traceback(
     process = start(root, own, module=(*TORCHRUN, "headstart"), **broken)
     said = finish(process, 1)
     assert "ValueError: rank 1 cannot go on" in said
-    assert "ValueError: rank 1 cannot go on" in (root / "theirs-fail/train.log").read_text()
+    assert "ValueError: rank 1 cannot go on" in (root / "theirs-fail/cli.log").read_text()
 
 
 def test_ctrl_c_in_a_single_process_saves_after_the_step(root, training):
@@ -160,4 +159,3 @@ def test_ctrl_c_in_a_single_process_saves_after_the_step(root, training):
     said = finish(process, 130)
     step = assert_one_checkpoint(root, "alone")
     assert f"interrupted at step {step}: saving" in said
-    assert os.path.exists(root / "alone/train.log")

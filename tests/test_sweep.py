@@ -83,9 +83,19 @@ def test_p57_a_directory_belongs_to_one_run_at_a_time(root, training):
             with pytest.raises(SystemExit) as ended:
                 command(*training, *extra, f"out={root}/second")
             assert "another run is writing there; choose another" in ended.value.code
-    assert [path.name for path in (root / "second").iterdir()] in ([], [".running"])
+    assert list((root / "second").iterdir()) == []
     with sweep.claim(root / "second"):
         pass
+
+
+@pytest.mark.slow
+def test_jobs_that_a_launcher_runs_elsewhere_are_accounted_for_too(root, training):
+    pytest.importorskip("submitit", reason="needs headstart[slurm]")
+    place = root / "elsewhere"
+    there = ["hydra/launcher=local", "train.lr=1e-3,1e+38", f"out={place}"]
+    said = finish(start(root, [*training, "-m", *there]), 1)
+    assert [row["status"] for row in rows(place)] == ["finished", "failed"]
+    assert "headstart train: 1 of 2 jobs failed: 1 (" in said
 
 
 # The account of a job
