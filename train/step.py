@@ -36,9 +36,7 @@ def train_step(
         last = number == len(batches) - 1
         # Gradients are summed over ranks once a step, in the last backward pass.
         with nullcontext() if last else parallel.no_sync(model):
-            with parallel.autocast():
-                sums = model(batch, parts, generator, denominators)
-            loss = sums.total(denominators)
+            loss = model(batch, parts, generator, denominators)
             parallel.backward(loss)
         total += loss.detach()
     norm = parallel.clip_and_step(model, optimizer, clip)
