@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.files import atomic_path
+from headstart.files import atomic_path, read_json
 from headstart.train.checkpoint import Checkpoints, Snapshot, read_snapshot, read_state
 from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
@@ -138,8 +138,9 @@ def finished(
     refuse_another_run(newest, state.identity, own)
     if state.progress.fraction(config) < 1 or not (out / SUMMARY).exists():
         return None
-    log.info("%s: finished already at step %d; nothing to do", out, state.progress.step)
-    return state.progress
+    progress = Progress(**read_json(out / SUMMARY)["progress"])
+    log.info("%s: finished already at step %d; nothing to do", out, progress.step)
+    return progress
 
 
 def going_on(
@@ -186,6 +187,11 @@ def choose_start(out: Path, resume: str, checkpoints: Checkpoints) -> tuple[Path
         return None
     if resume == "auto":
         found = checkpoints.read_newest()
+        if found is None and checkpoints.steps():
+            raise ValueError(
+                f"{checkpoints.directory}: none of its training checkpoints can be read (see the "
+                "warnings); restore one, or choose another out"
+            )
         if found is None:
             refuse_occupied(out, checkpoints)
         return found

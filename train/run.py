@@ -155,7 +155,8 @@ def train(target: Target, config: TrainRun) -> Progress:
         resume=resume,
     )
     if parallel.is_main:
-        write_json(out / SUMMARY, asdict(progress) | {"figures": evaluate.figures})
+        ended = {"progress": asdict(progress), "figures": evaluate.figures}
+        write_json(out / SUMMARY, ended)
     log.info("checkpoint: %s", out / "head")
     return progress
 
