@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import train_job
 import wandb
-from training import command, save_target, saved
+from training import chat_target, command, save_target, saved
 from wandb_stream import Stream, streams
 
 from headstart import cli
+from headstart.train.run import train
 from headstart.train.tracking import LoggingConfig, NoTracker, answers, make_tracker, tracked
 
 CONFIG = {"train": {"lr": 0.001, "betas": [0.9, 0.95]}, "out": "runs/a"}
@@ -182,6 +184,21 @@ def test_p61_ten_offline_steps_and_ten_more_are_one_axis_in_one_group(tmp_path):
     assert first.config["run_id"] == second.config["run_id"]
     assert first.run.run_id != second.run.run_id
     assert [line["step"] for line in lines(out)] == list(range(1, 21))
+
+
+def test_p61_a_run_taken_up_from_its_checkpoint_goes_on_at_eleven(tmp_path):
+    train_job.write_rows(tmp_path)
+    job = train_job.job(tmp_path, max_steps=20, log_every=1)
+    job.logging = LoggingConfig(kind="wandb_offline")
+    train_job.stopped(job, 10)
+    train(chat_target(), job)
+    first, second = streams(Path(job.out))
+    assert first.column("train/step") == list(range(1, 11))
+    assert [step for step in second.column("train/step") if step <= 20][:10] == list(range(11, 21))
+    assert first.run.run_group == second.run.run_group
+    assert (first.exit_code, second.exit_code) == (1, 0)
+    steps = [line["step"] for line in lines(Path(job.out)) if "train/loss" in line]
+    assert steps == list(range(1, 21))
 
 
 def test_two_runs_in_one_directory_one_after_the_other_are_two_runs(tmp_path):
