@@ -7,8 +7,9 @@ import torch
 
 from headstart.data.ahead import read_ahead
 from headstart.data.batching import Dealing, MicroBatch, steps_forever
-from headstart.data.features import FeatureSource
+from headstart.data.features import FeatureSource, OnlineFeatures, PackedFeatures
 from headstart.heads.base import FeatureBatch
+from headstart.train.clock import StageClock
 from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
@@ -18,12 +19,20 @@ Fed = tuple[tuple[int, list[MicroBatch]], list[FeatureBatch]]
 
 
 def loaded_steps(
-    source: FeatureSource, config: TrainConfig, parallel: Parallel, progress: Progress
+    source: FeatureSource,
+    config: TrainConfig,
+    parallel: Parallel,
+    progress: Progress,
+    clock: StageClock,
 ) -> Iterator[Fed]:
     """Yield ((epoch, micro-batches), their features) of one optimizer step after the other.
 
-    The first is the one after `progress`. Closing the iterator ends its threads.
+    The first is the one after `progress`. Closing the iterator ends its threads. The passes of an
+    online target are a stage of their own to the clock.
     """
+    online = source.source if isinstance(source, PackedFeatures) else source
+    if isinstance(online, OnlineFeatures):
+        online.stage = clock
     dealing = Dealing(
         config.batch_rows,
         config.accumulation,
