@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.packing import Layout
-from headstart.data.rows import row_lengths
-from headstart.data.template import TokenRow
+from headstart.data.token_row import TokenRow, row_lengths
 from headstart.heads.base import FeatureBatch
 from headstart.heads.chunks import PIECE, PIECE_CPU, slices
 from headstart.heads.parts import ReadOut, TargetParts
