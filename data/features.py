@@ -65,6 +65,12 @@ class PackedFeatures:
         return layout.pack(self.source.batch(indices))
 
 
+def ranks_together(source: FeatureSource) -> int:
+    """Return how many ranks must ask a source for the same rows at the same time."""
+    inner = source.source if isinstance(source, PackedFeatures) else source
+    return inner.target.tensor_ranks if isinstance(inner, OnlineFeatures) else 1
+
+
 @torch.no_grad()
 def make_features(
     target: Target,

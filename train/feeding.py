@@ -7,7 +7,7 @@ import torch
 
 from headstart.data.ahead import read_ahead
 from headstart.data.batching import Dealing, MicroBatch, steps_forever
-from headstart.data.features import FeatureSource
+from headstart.data.features import FeatureSource, ranks_together
 from headstart.heads.base import FeatureBatch
 from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
@@ -19,23 +19,28 @@ Fed = tuple[tuple[int, list[MicroBatch]], list[FeatureBatch]]
 def loaded_steps(source: FeatureSource, config: TrainConfig, parallel: Parallel) -> Iterator[Fed]:
     """Yield ((epoch, micro-batches), their features) of one optimizer step after the other.
 
+    Ranks that run the target together get the same rows, which count on the first of them alone.
     Closing the iterator ends its threads.
     """
+    together = ranks_together(source)
     dealing = Dealing(
         config.batch_rows,
         config.accumulation,
         config.seed,
         config.pack_tokens,
-        parallel.rank,
-        parallel.world,
+        parallel.rank // together,
+        parallel.world // together,
     )
+    steps = steps_forever(source.lengths, dealing)
+    if parallel.rank % together:
+        steps = ((epoch, [replace(m, filler=True) for m in window]) for epoch, window in steps)
 
     def load(step: tuple[int, list[MicroBatch]]) -> list[FeatureBatch]:
         return [_features(source, micro) for micro in step[1]]
 
     # The target is not run beside the step: evaluation uses it too, and its taps are hooks.
     workers = config.workers if config.features == "captured" else 0
-    return read_ahead(steps_forever(source.lengths, dealing), load, workers)
+    return read_ahead(steps, load, workers)
 
 
 def _features(source: FeatureSource, micro: MicroBatch) -> FeatureBatch:
