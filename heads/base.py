@@ -181,6 +181,16 @@ class DraftHead(nn.Module, ABC):
             raise ValueError(f"depth {depth}: this head drafts {self.max_depth} tokens at most")
         return self
 
+    def recompute_activations(self) -> None:
+        """Compute a decoder layer's activations again in the backward pass: less memory, more work.
+
+        Raises ValueError for a head without one.
+        """
+        raise ValueError(
+            f"train.activation_checkpointing=true: {type(self).__name__} has no decoder layer to "
+            "compute again; use false"
+        )
+
     @abstractmethod
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count, by term and depth, the positions the loss of this batch is divided by."""

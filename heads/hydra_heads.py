@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.base import DraftHead, FeatureBatch, HeadConfig, LossSums, register
 from headstart.heads.cache import KVCache
@@ -132,6 +133,7 @@ class HydraHeads(DraftHead):
     """K heads over a context and the tokens after it; no head's output is fed back."""
 
     config: HydraHeadsConfig
+    _recompute = False
 
     def __init__(
         self, config: HydraHeadsConfig, shape: TargetShape, vocab: DraftVocab | None
@@ -158,6 +160,12 @@ class HydraHeads(DraftHead):
             self.prefix.initialise()
         if self.lm_heads_KWD is not None:
             self.copy_target_rows(self.lm_heads_KWD, parts, instead="tied")
+
+    def recompute_activations(self) -> None:
+        """Run the prefix layer again in the backward pass; refused where there is none."""
+        if self.prefix is None:
+            super().recompute_activations()
+        self._recompute = True
 
     def layers_to_compile(self) -> list[nn.Module]:
         """Return every head, and the layer of the prefix."""
@@ -191,7 +199,11 @@ class HydraHeads(DraftHead):
         context_BTD = batch.hidden_BTD.to(dtype)
         if self.prefix is not None:
             mask = document_mask(batch.document_BT, dtype)
-            context_BTD = self.prefix(context_BTD, batch.positions_BT, mask)
+            inputs = (context_BTD, batch.positions_BT, mask)
+            if self._recompute:
+                context_BTD = checkpoint(self.prefix, *inputs, use_reentrant=False)
+            else:
+                context_BTD = self.prefix(*inputs)
         last, row_N1 = batch.tokens_BT.shape[1] - 1, picked.row_N[:, None]
         states = []
         for k, head in enumerate(self.heads):

@@ -32,7 +32,7 @@ from headstart.heads.losses import (
 )
 from headstart.heads.parts import TargetParts
 from headstart.heads.target import pick_features
-from headstart.heads.ttt import KINDS, Unroll, document_blocks
+from headstart.heads.ttt import KINDS, Unroll, document_blocks, recomputed
 
 STEP_DECAY = 0.8
 
@@ -98,6 +98,7 @@ class RecurrentHead(DraftHead):
 
     config: RecurrentConfig
     max_depth = None
+    _recompute = False
 
     @abstractmethod
     def run(
@@ -133,6 +134,10 @@ class RecurrentHead(DraftHead):
 
     # Training
 
+    def recompute_activations(self) -> None:
+        """Run every training pass again in the backward pass, step by step."""
+        self._recompute = True
+
     def unroll(self, batch: FeatureBatch, parts: TargetParts, features_BTF: Tensor) -> Tensor:
         """Return the outputs o of every step [B, T, K, D].
 
@@ -142,7 +147,7 @@ class RecurrentHead(DraftHead):
         dtype, memory = features_BTF.dtype, Unroll()
         embedded_BTD = self._embed_next(batch, parts).to(dtype)
         view = self._view(batch.document_BT, dtype)
-        first_BTD = self.run(
+        first_BTD = self._pass(
             embedded_BTD, self.fuse(features_BTF), batch.positions_BT, view, memory
         )
         outputs = [first_BTD]
@@ -154,9 +159,16 @@ class RecurrentHead(DraftHead):
             embedded_BMD = _at(self._embed_next(batch, parts, step), place_BM).to(dtype)
             positions_BM = batch.positions_BT.gather(1, place_BM) + step
             feature_BMD = self.feedback(output_BMD)
-            output_BMD = self.run(embedded_BMD, feature_BMD, positions_BM, view, memory)
+            output_BMD = self._pass(embedded_BMD, feature_BMD, positions_BM, view, memory)
             outputs.append(_spread(output_BMD, place_BM, first_BTD.shape[1]))
         return torch.stack(outputs, dim=2)
+
+    def _pass(self, *inputs: Tensor | BlockMask) -> Tensor:
+        """Return the outputs of one training pass; the last input is what it remembers."""
+        *inputs, memory = inputs
+        if self._recompute and torch.is_grad_enabled():
+            return recomputed(self.run, *inputs, memory=memory)
+        return self.run(*inputs, memory)
 
     def _later_places(self, batch: FeatureBatch) -> Tensor:
         """Return the positions [B, M] that a later step is supervised at, filled up with others."""

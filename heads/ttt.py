@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention,
 )
+from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.attention import grouped_attention
 
@@ -38,10 +39,46 @@ class Unroll:
         self, query: Tensor, key: Tensor, value: Tensor, view: Tensor | BlockMask, layer: int
     ) -> Tensor:
         """Add a step's keys and values to a layer and return what its queries see."""
+        self._add(layer, key, value)
+        return ttt_attention(query, *self._layers[layer], view)
+
+    def copy(self) -> "Unroll":
+        """Return an Unroll of the same steps, to which others can be added."""
+        other = Unroll()
+        for layer, (keys, values) in self._layers.items():
+            other._layers[layer] = ([*keys], [*values])
+        return other
+
+    def newest(self) -> list[Tensor]:
+        """Return key and value of the last step, layer by layer."""
+        return [states[-1] for pair in self._layers.values() for states in pair]
+
+    def take(self, newest: Sequence[Tensor]) -> None:
+        """Add a step that ran on a copy, by its `newest`."""
+        for layer, (key, value) in enumerate(zip(newest[::2], newest[1::2], strict=True)):
+            self._add(layer, key, value)
+
+    def _add(self, layer: int, key: Tensor, value: Tensor) -> None:
         keys, values = self._layers[layer]
         keys.append(key)
         values.append(value)
-        return ttt_attention(query, keys, values, view)
+
+
+def recomputed(run: Callable[..., Tensor], *inputs: Tensor | BlockMask, memory: Unroll) -> Tensor:
+    """Return run(*inputs, memory), a step that is run again in the backward pass.
+
+    Of its activations only the output and the keys and values, which later steps see, are kept.
+    """
+    before = memory.copy()
+
+    def step(*inputs: Tensor | BlockMask) -> tuple[Tensor, ...]:
+        again = before.copy()  # each time it runs it adds to one of its own
+        return run(*inputs, again), *again.newest()
+
+    # Nothing in a step is random.
+    output, *newest = checkpoint(step, *inputs, use_reentrant=False, preserve_rng_state=False)
+    memory.take(newest)
+    return output
 
 
 def ttt_attention(

@@ -145,8 +145,8 @@ def _ours(options: argparse.Namespace) -> tuple[Callable[[], float], str]:
     from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
     from headstart.heads.parts import ReadOut, TargetParts
     from headstart.heads.target import TargetShape
+    from headstart.train.backends import make_parallel
     from headstart.train.config import ParallelConfig, TrainConfig
-    from headstart.train.parallel import make_parallel
     from headstart.train.step import train_step
 
     B, T, D, V = options.rows, options.length, options.width, options.vocab

@@ -118,7 +118,7 @@ class Line(nn.Module):
 
     def __init__(self, start: float = 1.0) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.tensor(start))
+        self.w = nn.Parameter(torch.tensor([start]))  # a dimension: FSDP2 shards no scalar
 
     def denominators(self, batch: FeatureBatch) -> dict[str, Tensor]:
         """Count the supervised tokens."""
@@ -133,7 +133,7 @@ class Line(nn.Module):
     ) -> LossSums:
         """Return the sum of w times the id, over supervised tokens."""
         total = (batch.tokens_BT * batch.loss_mask_BT).sum() * self.w
-        return LossSums({"line": total[None]}, {"line": torch.ones(1)})
+        return LossSums({"line": total}, {"line": torch.ones(1)})
 
 
 def numbers_batch(*rows: Sequence[int], row_id: int = 0) -> FeatureBatch:

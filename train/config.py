@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass, field
 
-PRECISIONS = {"bf16": "bf16", "fp32": "no"}
-KINDS = ("single", "ddp")
+PRECISIONS = ("bf16", "fp32")
+KINDS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "from_env")
 
 
 @dataclass
 class ParallelConfig:
-    """How the ranks of a job train one head."""
+    """How the ranks of a job train one head; the target is never wrapped."""
 
     kind: str = "single"
-    """single: one process; ddp: a whole copy of the head on every rank."""
+    """single: one process; ddp: a whole head on every rank; fsdp2: weights, gradients and optimizer
+    state in parts, by torch; zero1, zero2, zero3: optimizer state, gradients too, weights too in
+    parts, by DeepSpeed; from_env: what `accelerate launch` was configured for."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -59,6 +61,8 @@ class TrainConfig:
     """Held-out prompts decoded by the real verifier for tau; 0 skips it."""
     eval_new_tokens: int = 48
     """Tokens decoded a prompt."""
+    activation_checkpointing: bool = False
+    """Compute a decoder layer's activations again in the backward pass instead of keeping them."""
     save_every: int = 0
     """Optimizer steps between checkpoints; 0 saves at the end (and when interrupted)."""
     log_every: int = 10

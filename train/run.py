@@ -30,10 +30,11 @@ from headstart.heads.checkpoint import check_pairing, info_for, load_head, save_
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
+from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.heldout import heldout_figures
 from headstart.train.loop import Hooks, train_head
-from headstart.train.parallel import Parallel, make_parallel
+from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.tracking import JsonLines
 
@@ -78,6 +79,8 @@ def train(target: Target, config: TrainRun) -> Progress:
     if config.train.pack_tokens is not None:
         check_fits(rows, config.train.pack_tokens)
     head, start = new_head(config.head, target, rows)
+    if config.train.activation_checkpointing:
+        head.recompute_activations()
     if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
         head_drafter(head, target.parts, config.tree, SamplingConfig())
     source = feature_source(target, rows, config, meta, head.aux_features)

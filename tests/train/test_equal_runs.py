@@ -16,9 +16,9 @@ from headstart.data.rows import RowsMeta
 from headstart.data.store import FeatureStore
 from headstart.heads.base import FeatureBatch
 from headstart.heads.target import Target
+from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, train_head
-from headstart.train.parallel import make_parallel
 from headstart.train.tracking import JsonLines
 
 ROWS = random_rows(150, longest=30)

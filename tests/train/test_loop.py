@@ -26,10 +26,11 @@ from headstart.heads.base import DraftHead, FeatureBatch, LossSums, families
 from headstart.heads.checkpoint import load_head
 from headstart.heads.load import TargetConfig
 from headstart.heads.target import Target
+from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.heldout import heldout_figures
 from headstart.train.loop import Hooks, train_head
-from headstart.train.parallel import Parallel, make_parallel
+from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.run import TrainRun, draft_vocab, train
 from headstart.train.step import train_step
@@ -53,15 +54,9 @@ def gradient(
 ) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Take one step of SGD at rate 1; return loss, norm, and the gradients it applied."""
     before = {name: p.detach().clone() for name, p in head.named_parameters()}
-    loss, norm = train_step(
-        head,
-        batches,
-        chat_target().parts,
-        torch.optim.SGD(head.parameters(), lr=1.0),
-        single(),
-        lr=1.0,
-        clip=clip,
-    )
+    parallel, parts = single(), chat_target().parts
+    model, sgd = parallel.prepare(head, lambda bare: torch.optim.SGD(bare.parameters(), lr=1.0))
+    loss, norm = train_step(model, batches, parts, sgd, parallel, lr=1.0, clip=clip)
     return loss, norm, {n: before[n] - p.detach() for n, p in head.named_parameters()}
 
 
@@ -223,7 +218,7 @@ def test_gradients_are_clipped_by_their_global_norm(family):
 def hundred_steps(line: Line) -> None:
     """Train under bf16 autocast on a constant gradient of 1."""
     ours = single("bf16")
-    line, optimizer = ours.prepare(
+    model, optimizer = ours.prepare(
         line,
         lambda bare: torch.optim.AdamW(
             bare.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0
@@ -231,7 +226,7 @@ def hundred_steps(line: Line) -> None:
     )
     for _ in range(100):
         parts = chat_target().parts
-        train_step(line, [numbers_batch([1])], parts, optimizer, ours, lr=1e-3, clip=1.0)
+        train_step(model, [numbers_batch([1])], parts, optimizer, ours, lr=1e-3, clip=1.0)
 
 
 def test_p28_a_weight_at_1_moves_to_0_9_and_on_to_0_8_after_saving(tmp_path):

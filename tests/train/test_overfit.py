@@ -29,9 +29,9 @@ from headstart.eval.metrics import Value, figures, prompt_sums
 from headstart.heads.base import DraftHead
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
+from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, train_head
-from headstart.train.parallel import make_parallel
 from headstart.train.tracking import JsonLines
 
 PROMPT = (44, 47, 117, 64, 67, 123, 67, 103)
