@@ -5,7 +5,6 @@ there are devices. With `cache` the states come from files that speculators wrot
 Shapes: B rows, T tokens, D width, N tokens of a pass without its padding.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,8 +52,6 @@ class CaptureRun:
 def run(config: CaptureRun) -> None:
     """Load rows and target, and capture (the command's entry)."""
     options = {"taps": config.aux, "dtype": config.dtype}
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # else all share the first GPU
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if config.cache is not None:
         target = load_target(config.target)
         import_cache(target, Path(config.cache), Path(config.rows), Path(config.out), **options)

@@ -37,7 +37,7 @@ class TrainConfig:
     clip: float = 1.0
     """Largest global gradient norm."""
     batch_rows: int = 4
-    """Rows a micro-batch."""
+    """Rows a micro-batch, on average: long rows share one with fewer, short ones with more."""
     accumulation: int = 1
     """Micro-batches an optimizer step."""
     pack_tokens: int | None = None
