@@ -76,6 +76,7 @@ def register() -> None:
     from headstart.heads.load import TargetConfig
     from headstart.heads.runtime import RuntimeConfig
     from headstart.train.config import ParallelConfig, TrainConfig
+    from headstart.train.tracking import LoggingConfig
 
     store = ConfigStore.instance()
     for family, (node, _) in families().items():
@@ -85,6 +86,7 @@ def register() -> None:
         "data": DataConfig,
         "train": TrainConfig,
         "parallel": ParallelConfig,
+        "logging": LoggingConfig,
         "tree": TreeConfig,
         "policy": PolicyConfig,
         "sampling": SamplingConfig,
@@ -131,6 +133,8 @@ def run_command(name: str) -> None:
         hydra_config = HydraConfig.get()
         if hydra_config.mode == RunMode.MULTIRUN:  # else the jobs would write over one another
             cfg.out = hydra_config.runtime.output_dir
+            if "logging" in cfg and cfg.logging.group is None:
+                cfg.logging.group = hydra_config.sweep.dir
         return _run_or_explain(work, cfg)
 
     hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=name)(job)()

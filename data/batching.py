@@ -127,11 +127,12 @@ def _pass_tokens(batch: list, lengths: Sequence[int], dealing: Dealing) -> int:
 
 
 def steps_forever(
-    lengths: Sequence[int], dealing: Dealing
+    lengths: Sequence[int], dealing: Dealing, epoch: int = 0, done: int = 0
 ) -> Iterator[tuple[int, list[MicroBatch]]]:
     """Yield (epoch, this rank's micro-batches of an optimizer step) without end.
 
-    Every rank gets `accumulation` of them in every step; where an epoch's rows run out, fillers
+    The first is the one after `done` steps of `epoch`: what went before is neither read nor dealt
+    out. Every rank gets `accumulation` of them in every step; where an epoch's rows run out, fillers
     (the shortest row) make up the number.
     """
     shortest = min(range(len(lengths)), key=lambda row: lengths[row])
@@ -139,8 +140,8 @@ def steps_forever(
         [shortest] if dealing.pack_tokens is None else [[shortest]],
         filler=True,
     )
-    for epoch in count():
-        for step in epoch_steps(lengths, dealing, epoch):
+    for current in count(epoch):
+        for step in epoch_steps(lengths, dealing, current)[done if current == epoch else 0 :]:
             hand = deal(step, lengths, dealing)[dealing.rank]
             mine = [MicroBatch(rows) for rows in hand]
-            yield epoch, mine + [filler] * (dealing.accumulation - len(mine))
+            yield current, mine + [filler] * (dealing.accumulation - len(mine))
