@@ -132,8 +132,8 @@ def steps_forever(
     """Yield (epoch, this rank's micro-batches of an optimizer step) without end.
 
     The first is the one after `done` steps of `epoch`: what went before is neither read nor dealt
-    out. Every rank gets `accumulation` of them in every step; where an epoch's rows run out, fillers
-    (the shortest row) make up the number.
+    out. Every rank gets `accumulation` of them in every step; where an epoch's rows run out,
+    fillers (the shortest row) make up the number.
     """
     shortest = min(range(len(lengths)), key=lambda row: lengths[row])
     filler = MicroBatch(
