@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 
 from headstart.eval.plan_model import measure_model
 from headstart.heads.base import DraftHead
@@ -82,9 +82,9 @@ def peak_of(name: str, dtype: str) -> float | None:
     if re.search(OTHER_BOARDS, name):
         return None
     for path in sorted(files("headstart.conf").joinpath("hardware").iterdir(), key=str):
-        preset = OmegaConf.create(path.read_text(encoding="utf-8"))
+        preset = yaml.safe_load(path.read_text(encoding="utf-8"))
         chip = re.match(r"(RTX )?\S+", preset.get("name", ""))
         if chip and re.search(rf"\b{chip.group()}\b", name.replace("-", " ")):
-            tflops = preset.tflops.get(dtype)
+            tflops = preset["tflops"].get(dtype)
             return None if tflops is None else tflops * 1e12
     return None
