@@ -17,7 +17,6 @@ from importlib.resources import files
 import torch
 import yaml
 
-from headstart.eval.plan_model import measure_model
 from headstart.heads.base import DraftHead
 from headstart.heads.target import Target
 
@@ -62,6 +61,8 @@ def target_flops(target: Target) -> StepFlops:
 
     Raises ValueError for an architecture whose weights cannot be told apart.
     """
+    from headstart.eval.plan_model import measure_model  # brings the configuration's packages
+
     readout = target.shape.vocab_size * target.shape.hidden_size
     active = measure_model(target.name, target.model).active_parameters
     return StepFlops(2.0 * (active - readout), 2.0 * readout)
