@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.sh` runs through with torch, transformers and accelerate alone, and can fail."""
+"""`scripts/gpu_check.sh` runs with torch, transformers and accelerate alone, and can fail."""
 
 import os
 import subprocess

