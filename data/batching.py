@@ -84,9 +84,8 @@ def epoch_steps(lengths: Sequence[int], dealing: Dealing, epoch: int) -> list[St
 def even_runs(widths: Sequence[int], most: int) -> list[slice]:
     """Cut rows of ascending width into at most `most` runs, the widest rows' first.
 
-    A run of n rows takes n times its widest row, as padding makes it; the largest run is as small
-    as it can be, which no other grouping betters: a row that is not the widest pads to no more
-    beside rows of its like.
+    A run of n rows takes n times its widest row, as padding makes it. The largest run is as small
+    as any grouping of these rows can have it.
     """
     if most == 1:
         return [slice(0, len(widths))]

@@ -74,7 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu (default: cuda)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")
     parser.add_argument("--parts", nargs="+", choices=list(LIMITS), default=list(LIMITS))
     parser.add_argument("--limit", type=float, help="seconds of each part, in place of its own")

@@ -183,7 +183,7 @@ def attend(size: Size, device: torch.device) -> None:
     Raises RuntimeError for outputs or gradients too far apart; without a GPU there is no backward
     pass of flex attention.
     """
-    limits = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
+    limits = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
     if device.type == "cpu":
         limits = {torch.float32: 1e-5}
         print("not checked on a CPU: flex attention's backward pass, its compiled kernels, bf16")
@@ -320,8 +320,7 @@ def main() -> None:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise RuntimeError(f"--device {options.device}: torch {torch.__version__} sees no GPU")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
+        device = torch.device("cuda", 0)
         print(torch.cuda.get_device_name(device), f"torch {torch.__version__}")
     PARTS[options.part](TINY if options.tiny else ONE_BILLION, device)
 
