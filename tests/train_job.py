@@ -1,13 +1,17 @@
 """A training in a process of its own, to be killed and taken up: alone, or a rank of torchrun's.
 
 `python -m train_job DIRECTORY OPTIONS`: OPTIONS are those of TrainConfig as JSON, and beside them
-the head family, the parallel kind, and a step in which the process kills itself.
+the head family, the parallel kind, seconds that every step takes longer, and a step in which the
+process kills itself.
 """
 
 import json
+import logging
 import os
 import signal
 import sys
+import time
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -19,6 +23,7 @@ from headstart.eval.settings import TreeConfig
 from headstart.heads.base import families
 from headstart.heads.load import TargetConfig
 from headstart.train import loop
+from headstart.train import run as command
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.progress import Progress
 from headstart.train.run import TrainRun, train
@@ -68,25 +73,40 @@ def job(
     )
 
 
-def run(directory: Path, *, die_in_step: int | None = None, **options: object) -> Progress:
-    """Train; kill -9 this very process after the gradients of a step and before its update."""
-    ours = loop.train_step
-    taken = 0
+def run(
+    directory: Path,
+    *,
+    die_in_step: int | None = None,
+    die_in_evaluation: int | None = None,
+    slow: float = 0.0,
+    **options: object,
+) -> Progress:
+    """Train, every step `slow` seconds longer; kill -9 this very process in a step or evaluation.
 
-    def deadly(model: object, *arguments: object, **named: object) -> object:
-        nonlocal taken
-        taken += 1
-        if taken == die_in_step:
+    Both are counted from 1, from the start of this process.
+    """
+    steps, evaluations = count(1), count(1)
+    take, evaluate = loop.train_step, command.heldout_figures
+
+    def step(*arguments: object, **named: object) -> object:
+        if next(steps) == die_in_step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return ours(model, *arguments, **named)
+        time.sleep(slow)
+        return take(*arguments, **named)
 
-    loop.train_step = deadly
+    def figures(*arguments: object) -> object:
+        if next(evaluations) == die_in_evaluation:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(*arguments)
+
+    loop.train_step, command.heldout_figures = step, figures
     try:
         return train(chat_target(), job(directory, **options))
     finally:
-        loop.train_step = ours
+        loop.train_step, command.heldout_figures = take, evaluate
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO)
     run(Path(sys.argv[1]), **json.loads(sys.argv[2]))

@@ -88,8 +88,8 @@ class Checkpoints:
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{8}", name))
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint with all its files; their content is not read."""
-        whole = [step for step in self.steps() if has_all_files(self.path(step))]
+        """Return the newest checkpoint that looks whole; see `looks_whole`."""
+        whole = [step for step in self.steps() if looks_whole(self.path(step))]
         return self.path(whole[-1]) if whole else None
 
     def read_newest(self) -> tuple[Path, Snapshot] | None:
@@ -124,7 +124,7 @@ class Checkpoints:
 
     def _prune(self, best: int | None) -> None:
         steps = self.steps()
-        whole = [s for s in steps if s not in self._passed_over and has_all_files(self.path(s))]
+        whole = [s for s in steps if s not in self._passed_over and looks_whole(self.path(s))]
         keep = {*whole[-self.keep_last :], *[s for s in whole if s == best]}
         for step in set(steps) - keep:
             # Renamed first: what a kill leaves of it is no checkpoint any more.
@@ -203,13 +203,12 @@ def read_state(directory: Path) -> State:
     return State(Progress(**values["progress"]), values["identity"])
 
 
-def has_all_files(directory: Path) -> bool:
-    """Tell whether all files of a manifest are there in their full size; nothing else is read."""
+def looks_whole(directory: Path) -> bool:
+    """Tell whether all files are there in full size and state.json is right; no tensor is read."""
     try:
-        _check_sizes(directory)
+        return _measured(directory / STATE) == _check_sizes(directory)[STATE]
     except (OSError, ValueError):
         return False
-    return True
 
 
 def check_whole(directory: Path) -> None:

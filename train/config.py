@@ -54,7 +54,8 @@ class TrainConfig:
     max_steps: int | None = 1000
     """Optimizer steps; null when only time bounds the run."""
     max_seconds: float | None = None
-    """Seconds of training, evaluation and saving not counted; null when only steps bound it."""
+    """Seconds of training, evaluation and saving not counted; null when only steps bound it. Where
+    a clock sets the learning rate, no two runs are alike to the bit, resumed or not."""
     precision: str = "bf16"
     """bf16: autocast over fp32 master weights; fp32: everything in fp32."""
     features: str = "captured"

@@ -19,6 +19,7 @@ import yaml
 
 from headstart.heads.base import DraftHead
 from headstart.heads.target import Target
+from headstart.train.optimizer import READOUT
 
 PEAK_TYPES = {"bf16": "bfloat16", "fp32": "float32"}
 OTHER_BOARDS = r"\b(PCIe|NVL|MIG)\b"
@@ -45,12 +46,12 @@ class StepFlops:
 
 def head_flops(head: DraftHead) -> StepFlops:
     """Return what a head multiplies in training."""
-    rows = (head.num_draft_tokens, head.shape.hidden_size)
-    matrices = [p for p in head.parameters() if p.ndim >= 2]
-    own = any(p.shape[-2:] == rows for p in matrices)
-    layers = 6.0 * sum(p.numel() for p in matrices if p.shape[-2:] != rows)
+    named = [(name, p) for name, p in head.named_parameters() if p.ndim >= 2]
+    own = any(name.startswith(READOUT) for name, _ in named)
+    layers = 6.0 * sum(p.numel() for name, p in named if not name.startswith(READOUT))
     steps = getattr(head.config, "ttt_steps", None)
-    readout = rows[0] * rows[1] * ((6.0 if own else 4.0) * (steps or head.depths_at_once) + 2.0)
+    depths = steps or head.depths_at_once
+    readout = head.num_draft_tokens * head.shape.hidden_size * ((6 if own else 4) * depths + 2)
     if steps is None:
         return StepFlops(0.0, layers + readout)
     return StepFlops(layers, layers * (steps - 1) + readout)

@@ -111,9 +111,9 @@ def train_head(
                 (epoch, window), batches = next(steps)
                 batches = [batch.to(parallel.device) for batch in batches]
             number, lr = progress.step + 1, rate(progress.fraction(config, 0.5), config)
-            seen = (
-                teacher_forced(model, batches, source.parts, parallel) if report.due(number) else {}
-            )
+            figures = {}
+            if report.due(number):
+                figures = teacher_forced(model, batches, source.parts, parallel)
             loss, norm = train_step(
                 model,
                 batches,

@@ -7,10 +7,12 @@ therefore shares.
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Optimizer
 
-from headstart.heads.base import DraftHead
 from headstart.train.config import TrainConfig
+
+READOUT = "lm_head"
+"""What the names of a head's own read-out begin with, in every family."""
 
 
 def make_optimizer(head: nn.Module, config: TrainConfig) -> Optimizer:
@@ -23,20 +25,23 @@ def make_optimizer(head: nn.Module, config: TrainConfig) -> Optimizer:
     return MuonAndAdamW(matrices, [p for p in trained if p not in chosen], config)
 
 
-def inner_matrices(head: DraftHead) -> list[Tensor]:
+def inner_matrices(head: nn.Module) -> list[Tensor]:
     """Return the matrices that map states to states: no read-outs, biases or norms.
 
     A read-out's rows are tokens, of which most have no gradient in a step.
     """
-    rows = head.num_draft_tokens
-    return [p for p in head.parameters() if p.requires_grad and p.ndim == 2 and len(p) != rows]
+    return [
+        weight
+        for name, weight in head.named_parameters()
+        if weight.requires_grad and weight.ndim == 2 and not name.startswith(READOUT)
+    ]
 
 
 class MuonAndAdamW(Optimizer):
     """One optimizer of two rules: groups of matrices follow Muon, the others AdamW."""
 
     def __init__(self, matrices: list[Tensor], others: list[Tensor], config: TrainConfig) -> None:
-        muon = Muon(
+        muon = torch.optim.Muon(
             matrices,
             lr=config.lr,
             weight_decay=config.weight_decay,
@@ -55,8 +60,8 @@ class MuonAndAdamW(Optimizer):
             rule.step()
 
 
-def _adamw(parameters: list[Tensor], config: TrainConfig) -> AdamW:
-    return AdamW(
+def _adamw(parameters: list[Tensor], config: TrainConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
         parameters,
         lr=config.lr,
         betas=tuple(config.betas),

@@ -189,6 +189,11 @@ def choose_start(out: Path, resume: str, checkpoints: Checkpoints) -> tuple[Path
         return None
     if resume == "auto":
         found = checkpoints.read_newest()
+        if found is None and checkpoints.steps():
+            raise ValueError(
+                f"{checkpoints.directory}: none of its training checkpoints can be read (see the "
+                "warnings); restore one, or choose another out"
+            )
         if found is None:
             refuse_occupied(out, checkpoints)
         return found

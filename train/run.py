@@ -88,7 +88,7 @@ def train(target: Target, config: TrainRun) -> Progress:
         return ended
     set_seed(config.train.seed)
     parallel = make_parallel(config.parallel, config.train, target.device)
-    _refuse_parts(parallel, config)
+    refuse_parts(parallel, config.parallel, config.train)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
     if heldout and target.tensor_ranks > 1:
@@ -173,17 +173,17 @@ def train(target: Target, config: TrainRun) -> Progress:
     return progress
 
 
-def _refuse_parts(parallel: Parallel, config: TrainRun) -> None:
+def refuse_parts(parallel: Parallel, config: ParallelConfig, settings: TrainConfig) -> None:
     """Raise ValueError for what needs whole weights where ranks hold parts of them."""
-    kind = config.parallel.kind
-    if config.train.optimizer == "muon" and isinstance(parallel, Sharded | Zero):
+    kind = config.kind
+    if settings.optimizer == "muon" and isinstance(parallel, Sharded | Zero):
         raise ValueError(
             f"train.optimizer=muon with parallel={kind}: Muon needs whole matrices, of which each "
             "rank has a part; use parallel=ddp, or train.optimizer=adamw"
         )
-    if config.train.ema is not None and isinstance(parallel, Zero):
+    if settings.ema is not None and isinstance(parallel, Zero):
         raise ValueError(
-            f"train.ema={config.train.ema} with parallel={kind}: the averages would not be those "
+            f"train.ema={settings.ema} with parallel={kind}: the averages would not be those "
             "of DeepSpeed's own weights; use parallel=ddp or fsdp2, or train.ema=null"
         )
 

@@ -32,6 +32,8 @@ FINISH_SECONDS = 60.0
 """Longest wait for what is still to be sent when a run ends."""
 LONGEST_NAME = 128
 """Characters that W&B takes in a name."""
+PROXY_FAILED = (502, 503, 504)
+"""What a proxy answers in place of a server that it cannot reach."""
 SUMMARIES = {"heldout/tau_with_bonus_micro": "max", "heldout/loss": "min"}
 """What W&B's table of runs shows of a figure, where that is not its last value."""
 
@@ -293,8 +295,9 @@ def answers(url: str, timeout: float) -> bool:
     def ask() -> None:
         try:
             urllib.request.urlopen(url, timeout=timeout).close()
-        except urllib.error.HTTPError:
-            heard.set()
+        except urllib.error.HTTPError as error:
+            if error.code not in PROXY_FAILED:
+                heard.set()
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLError):  # a certificate that W&B may know of
                 heard.set()

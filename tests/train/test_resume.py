@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,13 @@ from headstart.data.batching import Dealing, steps_forever
 from headstart.files import read_json
 from headstart.heads.base import families
 from headstart.heads.checkpoint import load_head
+from headstart.pipeline import Step, run_step
+from headstart.train.checkpoint import looks_whole
 from headstart.train.resume import changes, cut_lines, refuse_another_run
 from headstart.train.run import train
 
 TESTS = Path(train_job.__file__).parent
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 FILES = ("weights.safetensors", "optimizer.safetensors", "random.safetensors")
 
 
@@ -119,6 +123,18 @@ def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case):
     assert_same_run(killed, place)
 
 
+def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place):
+    options = {"head": "medusa", "save_every": 5, "eval_every": 5, "max_steps": 10}
+    run(place, **options)
+    killed = another(place, "killed")
+    start(killed, die_in_evaluation=1, **options).wait()
+    assert checkpoints(killed) == [5]
+    assert not any("heldout/loss" in line for line in lines(killed))
+    run(killed, **options)
+    assert_same_run(killed, place, step=10)
+    assert [line["step"] for line in lines(killed) if "heldout/loss" in line] == [5, 10, 10]
+
+
 def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place):
     options = {"head": "eagle", "kind": "ddp", "save_every": 10, "pack_tokens": 32, "batch_rows": 1}
     finish(start(place, processes=2, **options))
@@ -132,14 +148,23 @@ def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place):
     assert len({name.split("/")[0] for name in load_file(checkpoint(place, 20) / FILES[2])}) == 2
 
 
-def test_p33_another_number_of_processes_goes_on_with_the_same_rows_a_step_and_says_so(place):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ddp",
+        "fsdp2",
+        pytest.param("zero2", marks=[pytest.mark.slow, NEEDS_DEEPSPEED]),
+        pytest.param("zero3", marks=[pytest.mark.slow, NEEDS_DEEPSPEED]),
+    ],
+)
+def test_p33_another_number_of_processes_goes_on_with_the_same_rows_a_step_and_says_so(place, kind):
     alone = {"head": "medusa", "save_every": 10}
     run(place, **alone)
     moved = another(place, "moved")
     shutil.copytree(place / "out", moved / "out")
     shutil.rmtree(checkpoint(moved, 20))
     (moved / "out/summary.json").unlink(missing_ok=True)
-    said = finish(start(moved, processes=2, kind="ddp", **alone | {"accumulation": 1}))
+    said = finish(start(moved, processes=2, kind=kind, **alone | {"accumulation": 1}))
     assert "processes was 1 and is 2" in said
     assert "each rank's random state starts anew" in said
     have, want = (load_file(checkpoint(at, 20) / FILES[0]) for at in (moved, place))
@@ -206,7 +231,7 @@ def test_what_says_only_how_a_run_runs_may_change_and_is_told(place, caplog):
         ({"lr": 3e-4}, "train.lr was 0.001 and is 0.0003"),
         ({"warmup": 0.1}, "train.warmup was 0.05 and is 0.1"),
         ({"seed": 1}, "train.seed was 0 and is 1"),
-        ({"batch_rows": 4}, "train.batch_rows was 2 and is 4.* use train.batch_rows=4"),
+        ({"batch_rows": 4}, "train.batch_rows was 2 and is 4.* use train.accumulation=1"),
         ({"accumulation": 1}, "train.accumulation was 2 and is 1.* use train.accumulation=2"),
         ({"precision": "bf16"}, "train.precision was fp32 and is bf16"),
         ({"pack_tokens": 64}, "train.pack_tokens was None and is 64"),
@@ -277,16 +302,37 @@ def test_auto_starts_where_nothing_is_and_refuses_a_head_without_a_checkpoint(pl
         run(place, head="medusa", max_steps=2)
 
 
-def test_p34_a_torn_newest_checkpoint_is_passed_over_and_the_run_is_the_run(place):
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "manifest.json"])
+def test_p34_a_torn_newest_checkpoint_is_passed_over_and_the_run_is_the_run(place, name):
     options = {"head": "eagle", "save_every": 10}
     run(place, **options)
     torn = another(place, "torn")
     shutil.copytree(place / "out", torn / "out")
-    os.truncate(checkpoint(torn, 20) / "weights.safetensors", 100)
-    with pytest.warns(UserWarning, match="step-00000020: weights.safetensors has 100 bytes of"):
+    os.truncate(checkpoint(torn, 20) / name, 100)
+    with pytest.warns(UserWarning, match=f"step-00000020.*{name}"):
         run(torn, **options)
     assert_same_run(torn, place)
     assert checkpoints(torn) == [10, 20]
+
+
+def test_a_changed_state_of_full_size_does_not_pass_for_a_finished_run(place):
+    options = {"head": "medusa", "save_every": 2, "max_steps": 4}
+    run(place, **options)
+    state = checkpoint(place, 4) / "state.json"
+    state.write_text(state.read_text().replace('"step": 4', '"step": 5'))
+    with pytest.warns(UserWarning, match="state.json is not what was written"):
+        assert run(place, **options).step == 4
+    assert looks_whole(checkpoint(place, 4))
+
+
+def test_a_directory_of_torn_checkpoints_only_is_refused(place):
+    run(place, head="medusa", max_steps=2)
+    (checkpoint(place, 2) / "random.safetensors").unlink()
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(ValueError, match="none of its training checkpoints can be read"),
+    ):
+        run(place, head="medusa", max_steps=4)
 
 
 def test_a_named_checkpoint_is_continued_in_another_out_with_the_lines_before_it(place):
@@ -323,16 +369,17 @@ def test_p61_no_step_stands_twice_in_the_metrics(tmp_path):
     assert path.read_text() == train_line % 9 + train_line % 10
 
 
-def test_ctrl_c_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place, number):
     options = {"head": "eagle", "save_every": 20, "workers": 0}
     run(place, **options)
     stopped = another(place, "stopped")
-    process = start(stopped, **options | {"max_steps": 20, "slow": 0.2})
+    process = start(stopped, slow=0.2, **options)
     metrics = stopped / "out/metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     said, _ = process.communicate()
     assert process.returncode != 0, said
     (step,) = checkpoints(stopped)
@@ -340,6 +387,21 @@ def test_ctrl_c_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place):
     assert load_head(stopped / "out/head")[1].step == step
     run(stopped, **options)
     assert_same_run(stopped, place)
+
+
+def test_a_pipeline_that_goes_on_leaves_an_interrupted_training_in_its_place(tmp_path):
+    seen = []
+    (tmp_path / "eagle/checkpoints").mkdir(parents=True)
+
+    def step(*, goes_on: bool) -> Step:
+        there = tmp_path / "eagle"
+        work = lambda: seen.append((there / "checkpoints").exists())  # noqa: E731
+        return Step("train eagle", there, {}, 1.0, work, goes_on)
+
+    run_step(step(goes_on=True))
+    (tmp_path / "eagle/finished.json").unlink()
+    run_step(step(goes_on=False))
+    assert seen == [True, False]
 
 
 def test_every_epoch_has_eight_steps():
