@@ -63,7 +63,7 @@ class Size:
 
 ONE_BILLION = Size(16, 2048, 8192, 32, 8, 64, 128_256, 32_000, 0.02, 8, 1024, 64)
 """The shape of Llama-3.2-1B."""
-TINY = Size(6, 64, 128, 4, 2, 16, 256, 128, 0.2, 2, 64, 12)
+TINY = Size(8, 64, 128, 4, 2, 16, 256, 128, 0.2, 2, 64, 12)
 
 
 def random_target(size: Size, device: torch.device, dtype: torch.dtype) -> Target:

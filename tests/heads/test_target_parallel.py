@@ -1,6 +1,7 @@
 """A target over several ranks or devices gives what a whole one gives, or says why it cannot."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,14 @@ SAME = 1e-5
 """In fp32: every layer's sums are taken in two parts."""
 
 
+def end_session(leader: int) -> None:
+    """Kill the processes that a job left."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
 @pytest.fixture(scope="module")
 def whole() -> Target:
     """Return the target as one process has it."""
@@ -39,14 +48,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, whole: Target) -> dict[str, 
     directory = save_target(tmp_path_factory.mktemp("target"), target=whole)
     paths = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, "tensor_job", str(directory)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    with (directory / "said").open("w") as said:  # a pipe would be held open by ranks that hang
+        job = subprocess.Popen(
+            [sys.executable, "-m", *torchrun, "tensor_job", str(directory)],
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            assert job.wait(timeout=300) == 0, (directory / "said").read_text()[-4000:]
+        finally:
+            end_session(job.pid)
     first, second = (torch.load(directory / f"{rank}.pt") for rank in (0, 1))
     return {"directory": directory, "first": first, "second": second}
 
