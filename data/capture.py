@@ -1,7 +1,7 @@
 """`headstart capture`: run the target once over rows, and store what it makes of them.
 
-`headstart capture rows=runs/rows out=runs/features`, or under torchrun with as many processes as
-there are devices. With `cache` the states come from files that speculators wrote.
+`headstart capture rows=runs/rows out=runs/features launch.num_processes=8` runs one process a
+device. With `cache` the states come from files that speculators wrote.
 Shapes: B rows, T tokens, D width, N tokens of a pass without its padding.
 """
 
@@ -19,11 +19,13 @@ from headstart.data.import_cache import import_cache
 from headstart.data.lockstep import announce, announced, follow
 from headstart.data.rows import RowsMeta, read_rows
 from headstart.data.store_job import Pass, StoreJob
-from headstart.data.store_writer import ranks, write_store
+from headstart.data.store_writer import write_store
 from headstart.data.template import TokenRow
 from headstart.heads.base import FeatureBatch
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
+from headstart.ranks import place
+from headstart.launch import LaunchConfig
 
 BATCH_TOKENS = 4096  # tokens of a capture pass, padding included
 
@@ -33,6 +35,7 @@ class CaptureRun:
     """`headstart capture`: rows -> feature store."""
 
     target: TargetConfig = MISSING
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     rows: str = MISSING
     """Directory of rows, as generate and prepare write it; with `cache` it receives them."""
     out: str = MISSING
@@ -88,7 +91,7 @@ def capture(
             yield some, columns(features(some), [job.lengths[i] for i in some])
 
     job = StoreJob.of(target, rows, meta, taps, dtype, passes)
-    if together and ranks()[0] > 0:
+    if together and place()[0] > 0:
         follow(features)
         return
     write_store(job, directory)

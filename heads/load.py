@@ -7,7 +7,6 @@ seconds. The embedded default, SmolLM2-135M-Instruct, is a GGUF file inside a Py
 import hashlib
 import importlib.metadata
 import logging
-import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,23 +103,10 @@ def load_target(config: TargetConfig) -> Target:
 
 
 def pick_device(name: str) -> torch.device:
-    """Turn `auto` into a GPU when there is one, else the CPU; each rank of a machine has its own.
-
-    Raises RuntimeError for a rank without one.
-    """
+    """Turn `auto` into a GPU when there is one, else the CPU."""
     if name != "auto":
         return torch.device(name)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if "LOCAL_RANK" not in os.environ:
-        return torch.device("cuda")
-    rank, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if rank >= found:
-        raise RuntimeError(
-            f"process {rank} of this machine has no GPU of its own ({found} found); start fewer"
-        )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _resolve(path: str) -> str:

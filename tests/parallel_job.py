@@ -27,14 +27,14 @@ from headstart.train.parallel import Parallel
 from headstart.train.step import train_step
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "medusa": {},
+    "medusa": {"readout": "own"},
     "eagle": {"feature_noise": 0.0},
     "eagle3": {"aux": [1], "ttt_steps": 2},
 }
 STEPS, WINDOW = 20, 4
 """Nine rows by fours: the last step of an epoch has one row, and rank 1 of two none."""
 UNSUPERVISED = token_row("row-zzz", list(range(20, 33)), 13)
-ROWS = [*random_rows(8, seed=3), UNSUPERVISED]
+ROWS = [*(row for row in random_rows(30, seed=3) if row.supervised > 4)][:8] + [UNSUPERVISED]
 
 
 class Losses:

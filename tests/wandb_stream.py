@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import wandb
 from wandb.proto import wandb_internal_pb2 as pb
 
 BLOCK, FULL, FIRST, LAST = 32768, 1, 2, 4
@@ -65,6 +66,10 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 def streams(out: Path) -> list[Stream]:
-    """Return all runs under a directory, the earlier first."""
+    """Return all runs under a directory, the earlier first.
+
+    Ends W&B's own process before: it goes on writing for a moment after a run has finished.
+    """
+    wandb.teardown()
     paths = sorted(out.rglob("run-*.wandb"), key=lambda path: path.stat().st_ctime_ns)
     return [Stream(path) for path in paths]

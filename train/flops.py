@@ -1,7 +1,8 @@
 """How much of a device's peak training reaches: FLOPs by a formula over a published peak.
 
 A multiply-add counts two; forth and back three times the pass forth. Only products with weights
-are counted, attention's are left out, so the figure is a little low on long rows:
+are counted, attention's are left out, so the figure is a little low on long rows; and every weight
+is counted as one that sends gradients on, so it is a little high for heads of few layers:
 head      6 P (T + (S - 1) n)     P weights of its layers, S unrolled steps of n positions after
                                   the first; 6 P n for heads that are not unrolled
 read-out  4 K W D n  + 2 W D n    the K depths forth and, to the states, back; the teacher forth

@@ -135,7 +135,7 @@ def train_head(
             if stop.asked():
                 log.warning("interrupted at step %d: saving", progress.step)
                 save()
-                raise KeyboardInterrupt
+                raise stop.error()
             if config.save_every and progress.step % config.save_every == 0:
                 save()
             if config.eval_every and progress.step % config.eval_every == 0:

@@ -135,12 +135,14 @@ def add_metrics(total: MetricSums, more: MetricSums) -> None:
 
 
 def sum_over_ranks(sums: MetricSums, parallel: Parallel) -> MetricSums:
-    """Return metric sums added up over all ranks; collective, all have the same metrics."""
-    if not sums:
-        return {}
-    names = sorted(sums)
-    stacked = parallel.sum(torch.stack([torch.stack(sums[name]) for name in names]))
-    return {name: (stacked[i, 0], stacked[i, 1]) for i, name in enumerate(names)}
+    """Return metric sums added up over all ranks, on the CPU; collective.
+
+    A rank whose rows teach nothing has none, and takes part all the same.
+    """
+    total: MetricSums = {}
+    for own in parallel.gather({n: (v.cpu(), c.cpu()) for n, (v, c) in sums.items()}):
+        add_metrics(total, own)
+    return total
 
 
 def metric_figures(sums: MetricSums, prefix: str) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.files import atomic_path
+from headstart.files import atomic_path, read_json
 from headstart.train.checkpoint import Checkpoints, Snapshot, read_snapshot, read_state
 from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
@@ -38,9 +38,12 @@ FREE = (
     "rows",
     "target.attention",
     "target.device",
+    "target.device_map",
     "target.pack",
+    "target.parallel",
     "target.path",
     "target.revision",
+    "train.activation_checkpointing",
     "train.keep_last",
     "train.log_every",
     "train.peak_tflops",
@@ -141,8 +144,9 @@ def finished(
     refuse_another_run(newest, state.identity, own)
     if state.progress.fraction(config) < 1 or not (out / SUMMARY).exists():
         return None
-    log.info("%s: finished already at step %d; nothing to do", out, state.progress.step)
-    return state.progress
+    progress = Progress(**read_json(out / SUMMARY)["progress"])
+    log.info("%s: finished already at step %d; nothing to do", out, progress.step)
+    return progress
 
 
 def going_on(

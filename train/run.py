@@ -35,6 +35,7 @@ from headstart.heads.checkpoint import check_pairing, info_for, load_head, save_
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
+from headstart.launch import LaunchConfig
 from headstart.train.backends import make_parallel
 from headstart.train.checkpoint import Checkpoints, Snapshot
 from headstart.train.config import ParallelConfig, TrainConfig
@@ -60,6 +61,7 @@ class TrainRun:
     head: HeadConfig = MISSING
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     tree: TreeConfig = MISSING
     """Draft used when tau is measured along the way."""
@@ -87,7 +89,9 @@ def train(target: Target, config: TrainRun) -> Progress:
     if ended := _ended(config):
         return ended
     set_seed(config.train.seed)
-    parallel = make_parallel(config.parallel, config.train, target.device)
+    parallel = make_parallel(
+        config.parallel, config.train, target.device, timeout=config.launch.timeout_seconds
+    )
     refuse_parts(parallel, config.parallel, config.train)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
@@ -168,7 +172,8 @@ def train(target: Target, config: TrainRun) -> Progress:
             meter=_meter(config, target, head, parallel),
         )
     if parallel.is_main:
-        write_json(out / SUMMARY, asdict(progress) | {"figures": evaluate.figures})
+        ended = {"progress": asdict(progress), "figures": evaluate.figures}
+        write_json(out / SUMMARY, ended)
     log.info("checkpoint: %s", out / "head")
     return progress
 

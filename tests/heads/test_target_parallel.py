@@ -19,7 +19,7 @@ from headstart.data.capture import capture
 from headstart.data.features import OnlineFeatures, PackedFeatures, ranks_together
 from headstart.data.rows import RowsMeta
 from headstart.data.store import FeatureStore
-from headstart.heads.load import TargetConfig, load_target, pick_device
+from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.placement import refuse_offloaded
 from headstart.heads.target import Target
 
@@ -214,19 +214,6 @@ def test_features_from_a_store_need_no_ranks_together(ranks, whole):
     assert ranks_together(online) == 2
     assert ranks_together(FeatureStore(ranks["directory"] / "store", TAPS)) == 1
     assert ranks_together(PackedFeatures(OnlineFeatures(whole, ROWS), 64)) == 1
-
-
-def test_each_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    chosen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert pick_device("auto") == torch.device("cuda", 1)
-    assert chosen == [1]
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(RuntimeError, match=r"process 2 of this machine has no GPU .*2 found"):
-        pick_device("auto")
 
 
 def test_heads_adopted_by_a_target_behind_hooks_go_to_its_device():

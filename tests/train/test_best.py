@@ -57,7 +57,10 @@ def test_a_run_leaves_the_head_of_its_best_evaluation_beside_the_last(tmp_path, 
     assert progress.best == {"name": TAU, "value": max(taus), "step": step}
     assert load_head(Path(run.out) / "best")[1].step == step
     assert load_head(Path(run.out) / "head")[1].step == 5
-    assert json.loads((Path(run.out) / "summary.json").read_text())["best"] == progress.best
+    assert (
+        json.loads((Path(run.out) / "summary.json").read_text())["progress"]["best"]
+        == progress.best
+    )
 
 
 def test_without_held_out_rows_there_is_no_best(tmp_path):

@@ -333,7 +333,7 @@ def test_p34_a_save_that_fails_removes_nothing(tmp_path, monkeypatch):
 def test_a_step_that_is_saved_again_replaces_what_was_there(tmp_path):
     checkpoints = store(tmp_path, 10, 20)
     cut(checkpoints.path(20) / "random.safetensors")
-    checkpoints.save(snapshot(20))
+    Checkpoints(tmp_path, 2).save(snapshot(20))
     assert checkpoints.read_newest()[0] == checkpoints.path(20)
 
 

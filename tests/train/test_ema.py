@@ -86,32 +86,9 @@ def test_a_resumed_run_has_the_averages_of_one_that_was_not_stopped(tmp_path):
     whole = job(tmp_path, max_steps=8, ema=0.9)
     (tmp_path / "out").rename(tmp_path / "whole")
     # Eight steps planned, stopped after the fifth as by Ctrl-C: its schedule is that of eight.
-    with pytest.raises(KeyboardInterrupt):
-        stopped_after(tmp_path, 5, max_steps=8, ema=0.9)
+    train_job.stopped(train_job.job(tmp_path, max_steps=8, ema=0.9), 5)
     resumed = job(tmp_path, max_steps=8, ema=0.9)
     assert all(torch.equal(whole[name], value) for name, value in resumed.items())
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]
     assert steps == list(range(1, 9))
-
-
-def stopped_after(directory: Path, step: int, **options: object) -> None:
-    """Train until the signal of Ctrl-C comes in a step."""
-    import signal
-
-    from headstart.train import loop
-
-    ours, taken = loop.train_step, 0
-
-    def counted(*arguments: object, **named: object) -> object:
-        nonlocal taken
-        taken += 1
-        if taken == step:
-            signal.raise_signal(signal.SIGINT)
-        return ours(*arguments, **named)
-
-    loop.train_step = counted
-    try:
-        train(chat_target(), train_job.job(directory, **options))
-    finally:
-        loop.train_step = ours

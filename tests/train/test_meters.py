@@ -85,18 +85,22 @@ def test_shares_of_time_are_of_the_seconds_since_the_last_line():
 
 
 def test_a_second_belongs_to_the_stage_opened_last():
+    """Sleeps are longer than asked for on a busy machine, never shorter."""
+    start = time.perf_counter()
     clock = StageClock(CPU)
     with clock("data"):
         time.sleep(0.02)
         with clock("target"):
-            time.sleep(0.05)
+            time.sleep(0.2)
         time.sleep(0.01)
     time.sleep(0.03)
     seconds = clock.read()
-    assert seconds["target"] == pytest.approx(0.05, abs=0.015)
-    assert seconds["data"] == pytest.approx(0.03, abs=0.015)
-    assert seconds["other"] == pytest.approx(0.03, abs=0.015)
-    assert sum(clock.read().values()) < 0.01
+    whole = time.perf_counter() - start
+    assert seconds["target"] >= 0.2
+    assert seconds["data"] >= 0.03
+    assert seconds["other"] >= 0.03
+    assert whole - 0.05 < sum(seconds.values()) <= whole
+    assert clock.read()["target"] == 0.0
 
 
 def test_a_stage_that_raises_is_closed():
@@ -191,7 +195,7 @@ def started(kind: str, directory: Path) -> list[dict[str, Any]]:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     launcher = [] if kind == "single" else torchrun
     command = [sys.executable, "-m", *launcher, "meter_job", kind, str(directory)]
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert job.returncode == 0, job.stderr[-4000:]
     paths = sorted(directory.glob(f"{kind}-*.json"))
     return [json.loads(path.read_text()) for path in paths]
@@ -214,6 +218,17 @@ def test_p31_accuracy_over_ranks_is_a_quarter_and_never_a_mean_of_means(ranks):
     for found in ranks:
         assert found["accuracy"]["train/top1_agreement[0]"] == 0.25
         assert found["accuracy"]["train/tau_predicted"] == 1.25
+
+
+def test_p30_a_rank_whose_rows_teach_nothing_adds_nothing_and_nobody_waits_for_it(ranks):
+    head = head_of("medusa")
+    batch = OnlineFeatures(chat_target(), ROWS[:1]).batch([0])
+    parallel = single()
+    model, _ = parallel.prepare(head, meter_job.sgd)
+    right = teacher_forced(model, [batch], chat_target().parts, parallel)
+    assert right["train/alpha_overlap[0]"] > 0
+    for found in ranks:
+        assert found["masked_rank"] == pytest.approx(right, rel=1e-5)
 
 
 def test_a_loss_that_is_no_number_stops_all_ranks_and_names_rank_and_rows(ranks):

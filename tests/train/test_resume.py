@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 import train_job
 from safetensors.torch import load_file
-from train_job import ROWS, job, run, write_rows
+from train_job import ROWS, Nursery, job, run, write_rows
 from training import chat_target, random_rows
 
 from headstart.data.batching import Dealing, steps_forever
@@ -35,22 +36,20 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="nee
 FILES = ("weights.safetensors", "optimizer.safetensors", "random.safetensors")
 
 
-def start(directory: Path, *, processes: int = 1, **options: object) -> subprocess.Popen:
-    """Start a run as a user does: in a process of its own, or under torchrun."""
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory) -> Iterator[Nursery]:
+    started = Nursery(tmp_path_factory.mktemp("nursery") / "log.txt")
+    yield started
+    started.close()
+
+
+def torchrun(directory: Path, **options: object) -> int:
+    """Run two ranks by torchrun, and return its exit code."""
     paths = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    module = [*(torchrun if processes > 1 else []), "train_job"]
-    command = [sys.executable, "-m", *module, str(directory), json.dumps(options)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def finish(process: subprocess.Popen) -> str:
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
-    return said
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "train_job"]
+    command = [sys.executable, "-m", *launcher, str(directory), json.dumps(options)]
+    return subprocess.run(command, env=environment).returncode
 
 
 @pytest.fixture
@@ -110,12 +109,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case):
+def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case, nursery):
     run(place, **CASES[case])
     killed = another(place, "killed")
-    process = start(killed, die_in_step=14, **CASES[case])
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
+    nursery.start(killed, die_in_step=14, **CASES[case])
+    assert nursery.wait() == [-signal.SIGKILL]
     last = CASES[case]["save_every"]
     assert checkpoints(killed) == [last]
     assert lines(killed)[-1]["step"] == 13  # three steps or more that nobody saved
@@ -123,11 +121,12 @@ def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case):
     assert_same_run(killed, place)
 
 
-def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place):
+def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place, nursery):
     options = {"head": "medusa", "save_every": 5, "eval_every": 5, "max_steps": 10}
     run(place, **options)
     killed = another(place, "killed")
-    start(killed, die_in_evaluation=1, **options).wait()
+    nursery.start(killed, die_in_evaluation=1, **options)
+    assert nursery.wait() == [-signal.SIGKILL]
     assert checkpoints(killed) == [5]
     assert not any("heldout/loss" in line for line in lines(killed))
     run(killed, **options)
@@ -137,13 +136,11 @@ def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place):
 
 def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place):
     options = {"head": "eagle", "kind": "ddp", "save_every": 10, "pack_tokens": 32, "batch_rows": 1}
-    finish(start(place, processes=2, **options))
+    assert torchrun(place, **options) == 0
     killed = another(place, "killed")
-    process = start(killed, processes=2, die_in_step=14, **options)
-    process.communicate()
-    assert process.returncode != 0
+    assert torchrun(killed, die_in_step=14, **options) != 0
     assert checkpoints(killed) == [10]
-    finish(start(killed, processes=2, **options))
+    assert torchrun(killed, **options) == 0
     assert_same_run(killed, place)
     assert len({name.split("/")[0] for name in load_file(checkpoint(place, 20) / FILES[2])}) == 2
 
@@ -157,14 +154,19 @@ def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place):
         pytest.param("zero3", marks=[pytest.mark.slow, NEEDS_DEEPSPEED]),
     ],
 )
-def test_p33_another_number_of_processes_goes_on_with_the_same_rows_a_step_and_says_so(place, kind):
+def test_p33_another_number_of_processes_goes_on_with_the_same_rows_a_step_and_says_so(
+    place, kind, nursery
+):
     alone = {"head": "medusa", "save_every": 10}
     run(place, **alone)
     moved = another(place, "moved")
     shutil.copytree(place / "out", moved / "out")
     shutil.rmtree(checkpoint(moved, 20))
     (moved / "out/summary.json").unlink(missing_ok=True)
-    said = finish(start(moved, processes=2, kind=kind, **alone | {"accumulation": 1}))
+    before = len(nursery.log.read_text())
+    nursery.start(moved, ranks=2, kind=kind, **alone | {"accumulation": 1})
+    assert nursery.wait() == [0, 0]
+    said = nursery.log.read_text()[before:]
     assert "processes was 1 and is 2" in said
     assert "each rank's random state starts anew" in said
     have, want = (load_file(checkpoint(at, 20) / FILES[0]) for at in (moved, place))
@@ -370,18 +372,16 @@ def test_p61_no_step_stands_twice_in_the_metrics(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place, number):
+def test_a_signal_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place, number, nursery):
     options = {"head": "eagle", "save_every": 20, "workers": 0}
     run(place, **options)
     stopped = another(place, "stopped")
-    process = start(stopped, slow=0.2, **options)
+    (process,) = nursery.start(stopped, slow=0.1, **options)
     metrics = stopped / "out/metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    process.send_signal(number)
-    said, _ = process.communicate()
-    assert process.returncode != 0, said
+    os.kill(process, number)
+    assert nursery.wait() != [0]
     (step,) = checkpoints(stopped)
     assert 3 <= step < 20
     assert load_head(stopped / "out/head")[1].step == step

@@ -12,13 +12,16 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import train_job
 import wandb
-from training import command, save_target, saved
+from training import chat_target, command, save_target, saved
 from wandb_stream import Stream, streams
 
 from headstart import cli
+from headstart.train.run import train
 from headstart.train.tracking import LoggingConfig, NoTracker, answers, make_tracker, tracked
 
 CONFIG = {"train": {"lr": 0.001, "betas": [0.9, 0.95]}, "out": "runs/a"}
@@ -80,11 +83,17 @@ def useless() -> Iterator[str]:
     server.server_close()
 
 
-def track(out: Path, steps: range, kind: str = "wandb_offline", **options: object) -> None:
+def track(
+    out: Path,
+    steps: range,
+    kind: str = "wandb_offline",
+    config: dict[str, Any] = CONFIG,
+    **options: object,
+) -> None:
     """Log a loss at each of these steps, as a run that begins before the first of them."""
     out.mkdir(exist_ok=True)
     tracker = make_tracker(LoggingConfig(kind=kind, **options), out, ["eagle", "tiny"], main=True)
-    with tracked(tracker, CONFIG, steps[0] - 1) as tracker:
+    with tracked(tracker, config, steps[0] - 1) as tracker:
         for step in steps:
             tracker.log(step, {"tokens": 10 * step, "train/loss": 1 / step})
 
@@ -177,6 +186,21 @@ def test_p61_ten_offline_steps_and_ten_more_are_one_axis_in_one_group(tmp_path):
     assert [line["step"] for line in lines(out)] == list(range(1, 21))
 
 
+def test_p61_a_run_taken_up_from_its_checkpoint_goes_on_at_eleven(tmp_path):
+    train_job.write_rows(tmp_path)
+    job = train_job.job(tmp_path, max_steps=20, log_every=1)
+    job.logging = LoggingConfig(kind="wandb_offline")
+    train_job.stopped(job, 10)
+    train(chat_target(), job)
+    first, second = streams(Path(job.out))
+    assert first.column("train/step") == list(range(1, 11))
+    assert [step for step in second.column("train/step") if step <= 20][:10] == list(range(11, 21))
+    assert first.run.run_group == second.run.run_group
+    assert (first.exit_code, second.exit_code) == (1, 0)
+    steps = [line["step"] for line in lines(Path(job.out)) if "train/loss" in line]
+    assert steps == list(range(1, 21))
+
+
 def test_two_runs_in_one_directory_one_after_the_other_are_two_runs(tmp_path):
     out = tmp_path / "a"
     track(out, range(1, 3))
@@ -184,12 +208,23 @@ def test_two_runs_in_one_directory_one_after_the_other_are_two_runs(tmp_path):
     first, second = streams(out)
     assert first.config["run_id"] != second.config["run_id"]
     assert first.run.run_group != second.run.run_group
+    assert [first.exit_code, second.exit_code] == [0, 0]
 
 
 # Jobs of one process
 
 
-def test_p62_two_jobs_of_a_sweep_in_one_process_are_two_finished_runs(tmp_path):
+def test_p62_two_runs_in_one_process_are_two_finished_runs_with_their_own_configuration(tmp_path):
+    track(tmp_path / "a", range(1, 3), group="sweep", config=CONFIG)
+    track(tmp_path / "b", range(1, 3), group="sweep", config=CONFIG | {"out": "runs/b"})
+    first, second = only(tmp_path / "a"), only(tmp_path / "b")
+    assert [run.config["out"] for run in (first, second)] == ["runs/a", "runs/b"]
+    assert [run.exit_code for run in (first, second)] == [0, 0]
+    assert first.run.run_id != second.run.run_id
+    assert first.run.run_group == second.run.run_group == "sweep"
+
+
+def test_p62_two_jobs_of_a_sweep_are_two_finished_runs_in_the_group_of_their_sweep(tmp_path):
     target = saved(save_target(tmp_path / "target"))
     tiny = ["data.num_prompts=7", "data.max_length=300", "generate.max_new_tokens=4"]
     command("generate", *target, *tiny, f"out={tmp_path}/rows")
