@@ -5,7 +5,6 @@ matrix, and all ranks make each pass together. A device map lays whole layers ov
 process, which then work one after the other.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from headstart.heads.target import TargetShape
+from headstart.ranks import place
 
 KINDS = ("replicated", "tensor", "device_map")
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -36,7 +36,7 @@ def placement(kind: str, device_map: Any, path: str, **where: Any) -> dict[str, 
     Raises RuntimeError where the processes that were started do not fit, and ValueError for a
     model that they cannot share.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    _, world = place()
     if kind == "tensor":
         return _tensor(world, TargetShape.of(_config(path, where)))
     if kind == "device_map":
