@@ -37,6 +37,7 @@ from headstart.heads.runtime import RuntimeConfig
 from headstart.heads.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.run import TrainRun, train
+from headstart.train.tracking import LoggingConfig
 
 log = logging.getLogger(__name__)
 FINISHED = "finished.json"
@@ -56,6 +57,7 @@ class PipelineRun:
     heads: dict[str, HeadConfig] = MISSING
     """Heads to train, by name: +head@heads.NAME=OPTION adds one, ~heads.NAME leaves one out."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     trees: dict[str, TreeConfig] = MISSING
     """Drafts each head is measured with: tree@trees.NAME=OPTION."""
     sampling: SamplingConfig = MISSING
@@ -83,6 +85,8 @@ class Step:
     estimate: float
     """Seconds it should take, from rates measured on this machine at the start."""
     work: Callable[[], Any]
+    goes_on: bool = False
+    """Whether the work itself takes up what an interrupted run left."""
 
 
 def run(config: PipelineRun) -> None:
@@ -177,6 +181,7 @@ def _train_step(
         target=config.target,
         head=head,
         train=config.train,
+        logging=replace(config.logging, group=config.logging.group or config.out),
         tree=next(iter(config.trees.values())),
         rows=str(out / "rows"),
         heldout_rows=str(out / "heldout"),
@@ -190,10 +195,11 @@ def _train_step(
         f"train {name}",
         out / name,
         rows_settings
-        | _flat(head=head, train=config.train, tree=job.tree)
+        | _flat(head=head, train=replace(config.train, resume="never"), tree=job.tree)
         | {"heldout_prompts": config.heldout_prompts},
         seconds + 15,
         lambda: train(target, job),
+        goes_on=config.train.resume == "auto",
     )
 
 
@@ -220,7 +226,8 @@ def run_step(step: Step) -> None:
         aside = _move_aside(step.directory)
         log.info("%s: %s changed; the earlier result is now %s", step.name, changed[0], aside)
     else:
-        if (step.directory / "head").exists():  # an interrupted training: its head is kept
+        left = any((step.directory / name).exists() for name in ("head", "checkpoints"))
+        if left and not step.goes_on:  # an interrupted training: what it made is kept
             log.info("%s: unfinished, moved to %s", step.name, _move_aside(step.directory))
         log.info("%s: to be made in %s", step.name, step.directory)
     start = time.perf_counter()

@@ -1,11 +1,10 @@
 """`headstart capture`: run the target once over rows, and store what it makes of them.
 
-`headstart capture rows=runs/rows out=runs/features`, or under torchrun with as many processes as
-there are devices. With `cache` the states come from files that speculators wrote.
+`headstart capture rows=runs/rows out=runs/features launch.num_processes=8` runs one process a
+device. With `cache` the states come from files that speculators wrote.
 Shapes: B rows, T tokens, D width, N tokens of a pass without its padding.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from headstart.data.codec import KINDS, LAST, Codec, aux_name
 from headstart.data.features import make_features
 from headstart.data.import_cache import import_cache
+from headstart.data.lockstep import announce, announced, follow
 from headstart.data.rows import RowsMeta, read_rows
 from headstart.data.store_job import Pass, StoreJob
 from headstart.data.store_writer import write_store
@@ -24,6 +24,8 @@ from headstart.data.template import TokenRow
 from headstart.heads.base import FeatureBatch
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
+from headstart.launch import LaunchConfig
+from headstart.ranks import place
 
 BATCH_TOKENS = 4096  # tokens of a capture pass, padding included
 
@@ -33,6 +35,7 @@ class CaptureRun:
     """`headstart capture`: rows -> feature store."""
 
     target: TargetConfig = MISSING
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     rows: str = MISSING
     """Directory of rows, as generate and prepare write it; with `cache` it receives them."""
     out: str = MISSING
@@ -52,8 +55,6 @@ class CaptureRun:
 def run(config: CaptureRun) -> None:
     """Load rows and target, and capture (the command's entry)."""
     options = {"taps": config.aux, "dtype": config.dtype}
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # else all share the first GPU
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if config.cache is not None:
         target = load_target(config.target)
         import_cache(target, Path(config.cache), Path(config.rows), Path(config.out), **options)
@@ -73,20 +74,29 @@ def capture(
 ) -> None:
     """Run the target over all rows and store its states; shards already there are kept.
 
-    Under torchrun each process makes its share, and all return when the store is complete. Raises
+    Under torchrun each process makes its share, a target that they run together counting as one,
+    and all return when the store is complete. Raises
     ValueError when the disk cannot hold the features, when the directory holds others, and for
     token ids outside the target's vocabulary, taps outside its layers or states outside dtype.
     """
     taps = sorted(set(taps))
-    rounded = Codec.of(dtype, target.dtype).stored(LAST)
+    rounded, together = Codec.of(dtype, target.dtype).stored(LAST), target.tensor_ranks > 1
+
+    def features(some: list[int]) -> FeatureBatch:
+        return make_features(target, [rows[i] for i in some], some, taps, rounded=rounded)
 
     def passes(shard: list[int]) -> Iterator[Pass]:
-        for some in batches(shard, job.lengths):
-            made = make_features(target, [rows[i] for i in some], some, taps, rounded=rounded)
-            yield some, columns(made, [job.lengths[i] for i in some])
+        cut = batches(shard, job.lengths)
+        for some in announced(cut) if together else cut:
+            yield some, columns(features(some), [job.lengths[i] for i in some])
 
     job = StoreJob.of(target, rows, meta, taps, dtype, passes)
+    if together and place()[0] > 0:
+        follow(features)
+        return
     write_store(job, directory)
+    if together:
+        announce(None)
 
 
 def batches(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:

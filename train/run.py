@@ -1,10 +1,13 @@
 """`headstart train`: rows -> a head checkpoint, in one screen."""
 
 import copy
+import json
 import logging
+import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from accelerate.utils import set_seed
 from omegaconf import MISSING
 from torch import Tensor
 
+from headstart import __version__
 from headstart.data.capture import capture
 from headstart.data.features import FeatureSource, OnlineFeatures, PackedFeatures
 from headstart.data.packing import check_fits
@@ -25,18 +29,26 @@ from headstart.eval.bench import quick_tau
 from headstart.eval.engine.decode import Request
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import TreeConfig
-from headstart.heads.base import DraftHead, HeadConfig, build_head
+from headstart.files import write_json
+from headstart.heads.base import DraftHead, HeadConfig, build_head, family_of
 from headstart.heads.checkpoint import check_pairing, info_for, load_head, save_head
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
+from headstart.launch import LaunchConfig
 from headstart.train.backends import make_parallel
+from headstart.train.checkpoint import Checkpoints, Snapshot
 from headstart.train.config import ParallelConfig, TrainConfig
+from headstart.train.flops import head_flops, known_peak, target_flops
 from headstart.train.heldout import heldout_figures
 from headstart.train.loop import Hooks, train_head
+from headstart.train.meters import Meter
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
-from headstart.train.tracking import JsonLines
+from headstart.train.resume import SUMMARY, finished, going_on
+from headstart.train.sharded import Sharded
+from headstart.train.tracking import LoggingConfig, make_tracker, tracked
+from headstart.train.zero import Zero
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +61,8 @@ class TrainRun:
     head: HeadConfig = MISSING
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     tree: TreeConfig = MISSING
     """Draft used when tau is measured along the way."""
     rows: str = MISSING
@@ -63,34 +77,55 @@ class TrainRun:
 
 def run(config: TrainRun) -> None:
     """Load the target and train (the command's entry)."""
-    _refuse_head_there(config.out)
+    if _ended(config):
+        return
     for directory in filter(None, (config.rows, config.heldout_rows)):
         read_meta(Path(directory))
     train(load_target(config.target), config)
 
 
 def train(target: Target, config: TrainRun) -> Progress:
-    """Train one head: target, rows, head, features, loop."""
-    _refuse_head_there(config.out)
+    """Train one head: target, rows, head, features, loop; or go on with a run that was stopped."""
+    if ended := _ended(config):
+        return ended
     set_seed(config.train.seed)
-    parallel = make_parallel(config.parallel, config.train, target.device)
+    parallel = make_parallel(
+        config.parallel, config.train, target.device, timeout=config.launch.timeout_seconds
+    )
+    refuse_parts(parallel, config.parallel, config.train)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
+    if heldout and target.tensor_ranks > 1:
+        raise ValueError(
+            f"heldout_rows={config.heldout_rows}: evaluation runs on one rank and a "
+            "target.parallel=tensor target on all together; set heldout_rows=null"
+        )
     if config.train.pack_tokens is not None:
         check_fits(rows, config.train.pack_tokens)
     head, start = new_head(config.head, target, rows)
     if config.train.activation_checkpointing:
         head.recompute_activations()
-    if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
+    if heldout and config.train.eval_prompts:  # refuse what cannot draft or decode now
+        target.check_decodes()
         head_drafter(head, target.parts, config.tree, SamplingConfig())
     source = feature_source(target, rows, config, meta, head.aux_features)
     if config.train.pack_tokens is not None:
         source = PackedFeatures(source, config.train.pack_tokens)
     evaluate = _Evaluation(target, config, heldout, parallel, head)
     out = Path(config.out)
+    checkpoints = _checkpoints(config)
+    data = {
+        "rows_hash": rows_hash(rows),
+        "template_hash": meta.template_hash,
+        "target_fingerprint": target.fingerprint,
+        "draft_vocab": None if head.vocab is None else head.vocab.hash,
+        "init_from": start,
+    }
+    own = _identity(config) | {"data": data, "device": parallel.device.type}
+    own["heldout_hash"] = rows_hash(heldout)
     if parallel.is_main:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "metrics.jsonl").unlink(missing_ok=True)
+    resume = going_on(out, config.train, checkpoints, own, head, parallel)
     log.info(
         "training %s: %.2f M parameters on %d rows, %d tokens",
         config.head.__class__.__name__,
@@ -107,7 +142,7 @@ def train(target: Target, config: TrainRun) -> Progress:
         "init_from": start,
     }
 
-    def save(weights: dict[str, Tensor], progress: Progress) -> None:
+    def save(weights: dict[str, Tensor], progress: Progress, name: str = "head") -> None:
         trained = head_with(weights, head)
         info = info_for(
             trained,
@@ -118,23 +153,80 @@ def train(target: Target, config: TrainRun) -> Progress:
             tokens_seen=progress.tokens,
             trained_on=trained_on | {"seconds": round(progress.seconds, 1)},
         )
-        save_head(out / "head", trained, info)
+        save_head(out / name, trained, info)
 
-    progress = train_head(
-        head,
-        source,
-        config.train,
-        parallel=parallel,
-        hooks=Hooks(evaluate, save),
-        tracker=JsonLines(out / "metrics.jsonl"),
-    )
+    def keep(snapshot: Snapshot) -> None:
+        checkpoints.save(replace(snapshot, identity=own))
+
+    tags = [family_of(config.head), target.name]
+    tracker = make_tracker(config.logging, out, tags, main=parallel.is_main)
+    with tracked(tracker, asdict(config), resume.progress.step if resume else 0):
+        progress = train_head(
+            head,
+            source,
+            config.train,
+            parallel=parallel,
+            hooks=Hooks(evaluate, save, keep, partial(save, name="best")),
+            tracker=tracker,
+            resume=resume,
+            meter=_meter(config, target, head, parallel),
+        )
+    if parallel.is_main:
+        ended = {"progress": asdict(progress), "figures": evaluate.figures}
+        write_json(out / SUMMARY, ended)
     log.info("checkpoint: %s", out / "head")
     return progress
 
 
-def _refuse_head_there(out: str) -> None:
-    if (Path(out) / "head").exists():
-        raise ValueError(f"out={out}: holds a head already; choose another directory")
+def refuse_parts(parallel: Parallel, config: ParallelConfig, settings: TrainConfig) -> None:
+    """Raise ValueError for what needs whole weights where ranks hold parts of them."""
+    kind = config.kind
+    if settings.optimizer == "muon" and isinstance(parallel, Sharded | Zero):
+        raise ValueError(
+            f"train.optimizer=muon with parallel={kind}: Muon needs whole matrices, of which each "
+            "rank has a part; use parallel=ddp, or train.optimizer=adamw"
+        )
+    if settings.ema is not None and isinstance(parallel, Zero):
+        raise ValueError(
+            f"train.ema={settings.ema} with parallel={kind}: the averages would not be those "
+            "of DeepSpeed's own weights; use parallel=ddp or fsdp2, or train.ema=null"
+        )
+
+
+def _meter(config: TrainRun, target: Target, head: DraftHead, parallel: Parallel) -> Meter:
+    """Return a meter that knows what use is made of the devices, where their peak is known."""
+    given = config.train.peak_tflops
+    peak = given * 1e12 if given else known_peak(parallel.device, config.train.precision)
+    if peak is None:
+        return Meter()
+    flops = head_flops(head)
+    if config.train.features == "online":
+        try:
+            flops += target_flops(target)
+        except ValueError as error:  # a figure less is no reason not to train
+            log.info("no MFU: %s", error)
+            return Meter()
+    return Meter(flops, peak * parallel.world)
+
+
+def _ended(config: TrainRun) -> Progress | None:
+    return finished(Path(config.out), config.train, _checkpoints(config), _identity(config))
+
+
+def _checkpoints(config: TrainRun) -> Checkpoints:
+    return Checkpoints(Path(config.out) / "checkpoints", config.train.keep_last)
+
+
+def _identity(config: TrainRun) -> dict[str, Any]:
+    """Return what can be said of a run before anything is loaded, as plain JSON."""
+    versions = {"headstart": __version__, "torch": torch.__version__}
+    known = {
+        "config": asdict(config),
+        "family": family_of(config.head),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "versions": versions,
+    }
+    return json.loads(json.dumps(known))
 
 
 def load_rows(directory: str, target: Target) -> tuple[Sequence[TokenRow], RowsMeta]:
@@ -276,6 +368,7 @@ class _Evaluation:
     ) -> None:
         self.target, self.config, self.parallel, self.head = target, config, parallel, head
         self.stop_ids = ChatTemplate(target.tokenizer).stop_ids(target.stop_ids)
+        self.figures: dict[str, float] = {}  # of the last evaluation
         settings = config.train
         spread = _spread(heldout, settings.eval_rows)
         self.source = OnlineFeatures(target, spread, head.aux_features) if heldout else None
@@ -287,7 +380,7 @@ class _Evaluation:
             log.info("no heldout_rows: no held-out loss and no tau along the way")
 
     def __call__(self, weights: dict[str, Tensor]) -> dict[str, float]:
-        figures: dict[str, float] = {}
+        self.figures = figures = {}
         if self.source is not None:
             head = head_with(weights, self.head).to(self.parallel.device)
             figures |= heldout_figures(

@@ -1,0 +1,328 @@
+"""Going on with a run: from where, with which options changed, and what its files then hold.
+
+A resumed run is the run: what would make it another one is refused by name. What only says how it
+runs (where, how often it logs) may change, and is told.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.files import atomic_path, read_json
+from headstart.train.checkpoint import Checkpoints, Snapshot, read_snapshot, read_state
+from headstart.train.config import TrainConfig
+from headstart.train.parallel import Parallel
+from headstart.train.progress import Progress
+from headstart.train.randomness import derive_random, restore_random
+from headstart.train.tracking import METRICS
+
+log = logging.getLogger(__name__)
+SUMMARY = "summary.json"
+
+FREE = (
+    "device",
+    "features",
+    "head.loss_chunk",
+    "heldout_rows",
+    "launch",
+    "logging",
+    "out",
+    "parallel",
+    "rows",
+    "target.attention",
+    "target.device",
+    "target.device_map",
+    "target.pack",
+    "target.parallel",
+    "target.path",
+    "target.revision",
+    "train.activation_checkpointing",
+    "train.keep_last",
+    "train.log_every",
+    "train.peak_tflops",
+    "train.resume",
+    "train.save_every",
+    "train.workers",
+    "versions",
+)
+"""Say how and where a run runs. Paths are among them: hashes name what lies there."""
+EVALUATION = (
+    "heldout_hash",
+    "train.best_metric",
+    "train.eval_every",
+    "train.eval_new_tokens",
+    "train.eval_prompts",
+    "train.eval_rows",
+    "tree",
+)
+"""Change what is measured along the way, not what is trained."""
+BUDGET = ("train.max_steps", "train.max_seconds")
+BATCH = ("train.batch_rows", "train.accumulation", "processes")
+
+
+@dataclass(frozen=True)
+class Change:
+    """An option or a key of the data that is not what it was."""
+
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.old} and is {self.new}"
+
+    def among(self, names: tuple[str, ...]) -> bool:
+        """Tell whether it is one of these options, or belongs to one of these groups."""
+        return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """List what differs between two identities, by option name.
+
+    Options that only one of the two knows are those of another version, which is told by itself.
+    """
+    before, after = dict(_options(old)), dict(_options(new))
+    names = sorted(before.keys() & after.keys())
+    return [Change(n, before[n], after[n]) for n in names if before[n] != after[n]]
+
+
+def refuse_another_run(path: Path, old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """Raise ValueError naming each change that would make it another run; return the others."""
+    found = changes(old, new)
+    refused = [c for c in found if not _allowed(c)]
+    before, after = _rows_a_step(old), _rows_a_step(new)
+    if before != after:
+        refused += [c for c in found if c.among(BATCH)]
+    if refused:
+        cure = "set back what changed, or start a new run in another out"
+        if before != after:
+            cure = f"{_batch_cure(before, new)}; else {cure}"
+        raise ValueError(
+            f"train.resume: {path} was made by another run: {', '.join(map(str, refused))}; {cure}"
+        )
+    return found
+
+
+def tell_changes(path: Path, progress: Progress, found: list[Change]) -> None:
+    """Log where a run goes on and what is no longer as it was.
+
+    Where other figures are measured, the best one so far is forgotten: they do not compare.
+    """
+    log.info("going on from %s: step %d, epoch %d", path, progress.step, progress.epoch)
+    for change in found:
+        log.info("going on with a change: %s", change)
+        if change.among(BUDGET):
+            log.info("%s: the learning rate schedule is stretched from here on", change.name)
+        if change.name == "processes":
+            log.info("processes: rows a step are the same; each rank's random state starts anew")
+        if change.among(EVALUATION) and change.name != "train.eval_every" and progress.best:
+            log.info("%s: the best figure so far, %s, is forgotten", change.name, progress.best)
+            progress.best = None
+
+
+def finished(
+    out: Path, config: TrainConfig, checkpoints: Checkpoints, own: dict[str, Any]
+) -> Progress | None:
+    """Return the progress of a run that has ended in `out`; None when there is something to do.
+
+    Reads no tensor, so that it can be asked before anything is loaded. Raises ValueError for an
+    `out` that must not be written to, and for options that would make it another run.
+    """
+    if config.resume == "never":
+        refuse_occupied(out, checkpoints)
+    newest = checkpoints.newest()
+    if config.resume != "auto" or newest is None:
+        return None
+    state = read_state(newest)
+    refuse_another_run(newest, state.identity, own)
+    if state.progress.fraction(config) < 1 or not (out / SUMMARY).exists():
+        return None
+    progress = Progress(**read_json(out / SUMMARY)["progress"])
+    log.info("%s: finished already at step %d; nothing to do", out, progress.step)
+    return progress
+
+
+def going_on(
+    out: Path,
+    config: TrainConfig,
+    checkpoints: Checkpoints,
+    own: dict[str, Any],
+    head: nn.Module,
+    parallel: Parallel,
+) -> Snapshot | None:
+    """Return what a run goes on from, and make its files fit; None starts a new one.
+
+    Every rank gets it, the tensors are on rank 0. Collective.
+    """
+    snapshot = None
+    if parallel.is_main:
+        found = choose_start(out, config.resume, checkpoints)
+        metrics = out / METRICS
+        if found is None:
+            metrics.unlink(missing_ok=True)
+        else:
+            path, snapshot = found
+            changed = refuse_another_run(path, snapshot.identity, own)
+            refuse_misfit(path, snapshot.weights, head)
+            tell_changes(path, snapshot.progress, changed)
+            before = path.resolve().parents[1] / METRICS
+            if before.exists() and before != metrics.resolve():  # in another out: its past as well
+                shutil.copyfile(before, metrics)
+            ended = snapshot.progress.fraction(config) >= 1
+            again = ended or evaluates_again(snapshot.progress, config)
+            cut_lines(metrics, snapshot.progress.step, heldout=again)
+        (out / SUMMARY).unlink(missing_ok=True)
+    return share(snapshot, parallel)
+
+
+def choose_start(out: Path, resume: str, checkpoints: Checkpoints) -> tuple[Path, Snapshot] | None:
+    """Return the checkpoint that a run goes on from and what it holds; None starts a new run.
+
+    Raises ValueError for an `out` that must not be written to, FileNotFoundError for a path that
+    is not there.
+    """
+    if resume == "never":
+        refuse_occupied(out, checkpoints)
+        return None
+    if resume == "auto":
+        found = checkpoints.read_newest()
+        if found is None and checkpoints.steps():
+            raise ValueError(
+                f"{checkpoints.directory}: none of its training checkpoints can be read (see the "
+                "warnings); restore one, or choose another out"
+            )
+        if found is None:
+            refuse_occupied(out, checkpoints)
+        return found
+    path = Path(resume)
+    if path.resolve().parent == checkpoints.directory.resolve():
+        _refuse_later(path, checkpoints)
+    else:
+        refuse_occupied(out, checkpoints)
+    return path, read_snapshot(path)
+
+
+def refuse_occupied(out: Path, checkpoints: Checkpoints) -> None:
+    """Raise ValueError when `out` holds the head or training checkpoints of an earlier run."""
+    if checkpoints.newest() is not None:
+        raise ValueError(
+            f"out={out}: holds training checkpoints already; go on with train.resume=auto, or "
+            "choose another directory"
+        )
+    if (out / "head").exists():
+        raise ValueError(f"out={out}: holds a head already; choose another directory")
+
+
+def _refuse_later(path: Path, checkpoints: Checkpoints) -> None:
+    newest = checkpoints.newest()
+    if newest is not None and newest.name > path.name:
+        raise ValueError(
+            f"train.resume={path}: {newest} is later; remove it to go back, or go on in another out"
+        )
+
+
+def refuse_misfit(path: Path, weights: Mapping[str, Tensor], head: nn.Module) -> None:
+    """Raise ValueError naming tensors of a checkpoint that are not those of the head."""
+    want = head.state_dict()
+    for name in sorted(want.keys() | weights.keys()):
+        shapes = [tuple(t[name].shape) if name in t else "nothing" for t in (weights, want)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"train.resume: {path} holds {shapes[0]} for {name}, this head {shapes[1]}; use "
+                "the head options of that run"
+            )
+
+
+def share(snapshot: Snapshot | None, parallel: Parallel) -> Snapshot | None:
+    """Give every rank the snapshot of rank 0; its tensors stay there."""
+    light = snapshot and replace(snapshot, weights={}, optimizer={}, ema={})
+    light = parallel.broadcast(light)
+    return snapshot if parallel.is_main else light
+
+
+def take_up(
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+    parallel: Parallel,
+    seed: int,
+) -> None:
+    """Put weights, moments and random states where they were; every rank calls it.
+
+    With another number of ranks, or on another kind of device, random states are derived anew from
+    (seed, step, rank): no rank may repeat what another one drew.
+    """
+    parallel.load_weights(model, snapshot.weights)
+    parallel.load_optimizer_state(model, optimizer, snapshot.optimizer)
+    ranks, device = len(snapshot.random), snapshot.identity["device"]
+    if (ranks, device) == (parallel.world, parallel.device.type):
+        restore_random(snapshot.random[parallel.rank], generator)
+    else:
+        derive_random(seed, snapshot.progress.step, parallel.rank, generator)
+
+
+def evaluates_again(progress: Progress, config: TrainConfig) -> bool:
+    """Tell whether a run that goes on makes the evaluation of its last step.
+
+    A checkpoint is saved before the evaluation of its step: a kill between them swallowed that.
+    """
+    due = config.eval_every and progress.step > 0 and progress.step % config.eval_every == 0
+    return bool(due) and progress.evaluated < progress.step
+
+
+def cut_lines(path: Path, step: int, *, heldout: bool) -> None:
+    """Drop the lines of metrics.jsonl that the run will write again: none may stand there twice.
+
+    Those are the lines after `step`, and with `heldout` the held-out figures of `step`.
+    """
+    if not path.exists():
+        return
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as kept:
+        for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:  # a kill cut it: it was the last
+                break
+            measured = any(name.startswith("heldout/") for name in line)
+            if line["step"] < step or (line["step"] == step and not (heldout and measured)):
+                kept.write(text)
+
+
+def _options(identity: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of all plain values; options go without `config` before them."""
+    for name, value in identity.items():
+        if isinstance(value, dict):
+            prefix = "" if name == "config" else f"{name}."
+            yield from ((f"{prefix}{inner}", v) for inner, v in _options(value))
+        else:
+            yield name, value
+
+
+def _allowed(change: Change) -> bool:
+    if change.name in BUDGET:  # None is no bound
+        return change.new is None or (change.old is not None and change.new >= change.old)
+    return change.among(FREE + EVALUATION + BATCH)
+
+
+def _rows_a_step(identity: dict[str, Any]) -> int:
+    train = identity["config"]["train"]
+    return train["batch_rows"] * train["accumulation"] * identity["processes"]
+
+
+def _batch_cure(rows: int, identity: dict[str, Any]) -> str:
+    """Say how the rows of a step become what they were with these processes."""
+    batch, ranks = identity["config"]["train"]["batch_rows"], identity["processes"]
+    told = f"a step had {rows} rows and has {_rows_a_step(identity)}"
+    if rows % (batch * ranks) == 0:
+        return f"{told}, use train.accumulation={rows // (batch * ranks)}"
+    if rows % ranks == 0:
+        return f"{told}, use train.batch_rows={rows // ranks} train.accumulation=1"
+    return f"{told}, use a number of processes that divides {rows}"
