@@ -378,7 +378,9 @@ def test_a_signal_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place
     stopped = another(place, "stopped")
     (process,) = nursery.start(stopped, slow=0.1, **options)
     metrics = stopped / "out/metrics.jsonl"
+    late = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert time.monotonic() < late, nursery.log.read_text()
         time.sleep(0.02)
     os.kill(process, number)
     assert nursery.wait() != [0]
