@@ -72,7 +72,7 @@ def _deepspeed(kind: str, train: TrainConfig, device: torch.device) -> dict[str,
     """Return what tells accelerate to use DeepSpeed, on CPUs too."""
     if find_spec("deepspeed") is None:
         raise ImportError(f"parallel={kind} needs the extra: pip install headstart[deepspeed]")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"gradient_accumulation_steps": train.accumulation}
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]

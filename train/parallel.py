@@ -41,7 +41,9 @@ class HeadLoss(nn.Module):
     ) -> Tensor:
         """Return this batch's share of the loss of a step with these global denominators."""
         with self._autocast():  # in here: DeepSpeed turns off what is outside of its engine
-            sums = self.head(batch, parts, generator, denominators)
+            # Not head(...): ZeRO 3 gathers again, for the backward pass, what a module reads of
+            # others' weights (a read-out's rows), if it knows the module's output: not LossSums.
+            sums = self.head.forward(batch, parts, generator, denominators)
         return sums.total(denominators)
 
 
@@ -128,7 +130,7 @@ class Parallel:
 
     def bare(self, model: nn.Module) -> DraftHead:
         """Return the head inside the wrapper."""
-        return self._accelerator.unwrap_model(model).head
+        return getattr(model, "module", model).head
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Return copies of the whole weights, fp32 on the CPU, on rank 0, else {}; collective."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from headstart.heads.base import DraftHead
-from headstart.train.parallel import HeadLoss, MakeOptimizer, OptimizerState, Parallel, flat_state
+from headstart.train.parallel import MakeOptimizer, OptimizerState, Parallel, flat_state
 
 
 class Zero(Parallel):
@@ -23,12 +23,8 @@ class Zero(Parallel):
         self, head: DraftHead, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, Optimizer]:
         """Make the engine; the weights are rank 0's on every rank; collective."""
-        from deepspeed.utils import set_z3_leaf_modules
-
-        model = self._head_loss(head)
-        # Stage 3 gathers module by module as they are called, but heads read some weights directly.
-        set_z3_leaf_modules(model, [HeadLoss])
-        self._engine, optimizer = self._accelerator.prepare(model, make_optimizer(head))
+        model, optimizer = self._head_loss(head), make_optimizer(head)
+        self._engine, optimizer = self._accelerator.prepare(model, optimizer)
         return self._engine, optimizer
 
     @contextmanager
@@ -57,11 +53,11 @@ class Zero(Parallel):
 
     def load_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         """Set the weights to rank 0's, those of the passes and the optimizer's; collective."""
-        from deepspeed.zero import GatheredParameters
+        from deepspeed import zero
 
         own = dict(self.bare(model).named_parameters())
         for name, value in self._spread(weights):
-            with torch.no_grad(), GatheredParameters([own[name]], modifier_rank=0):
+            with torch.no_grad(), zero.GatheredParameters([own[name]], modifier_rank=0):
                 own[name].copy_(value)
             self._set(own[name], value)
 
