@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
-from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-CONF = "headstart.conf"
-USER_ERRORS = (ValueError, OSError, ImportError, RuntimeError)
+from headstart import jobs, ranks, sweep
+from headstart.launch import quoted
+
+CONF = jobs.CONF
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def register() -> None:
     from headstart.heads.load import TargetConfig
     from headstart.heads.runtime import RuntimeConfig
     from headstart.train.config import ParallelConfig, TrainConfig
+    from headstart.train.tracking import LoggingConfig
 
     families()  # every head family registers its own schema
     store = ConfigStore.instance()
@@ -84,6 +87,7 @@ def register() -> None:
         "data": DataConfig,
         "train": TrainConfig,
         "parallel": ParallelConfig,
+        "logging": LoggingConfig,
         "tree": TreeConfig,
         "policy": PolicyConfig,
         "sampling": SamplingConfig,
@@ -119,20 +123,72 @@ def usage(unknown: str | None = None) -> str:
 
 
 def run_command(name: str) -> None:
-    """Compose and check the config, then hand over to Hydra."""
+    """Compose and check the config, then hand over to Hydra; of several ranks, on each of them."""
     register()
     logging.captureWarnings(True)
-    work = importlib.import_module(COMMANDS[name].module).run
-    if not any(argument.startswith("-") for argument in sys.argv[1:]):
-        _refuse_bad_overrides(name, sys.argv[1:])
+    command = COMMANDS[name]
+    module = importlib.import_module(command.module)
+    swept: list[str] = []
 
     def job(cfg: DictConfig) -> Any:
-        hydra_config = HydraConfig.get()
-        if hydra_config.mode == RunMode.MULTIRUN:  # else the jobs would write over one another
-            cfg.out = hydra_config.runtime.output_dir
-        return _run_or_explain(work, cfg)
+        swept[:] = [HydraConfig.get().sweep.dir]
+        return jobs.run_job(name, module.run, cfg, to_object)
 
-    hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=name)(job)()
+    with _prepared(name, getattr(module, command.schema)) as directory:
+        hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name=name)(job)()
+        places = [directory] if directory else swept  # a launcher may have run them elsewhere
+        if jobs.swept(sys.argv) and places:
+            failed = sweep.end_sweep(Path(places[0]))
+            if failed:
+                raise SystemExit(f"headstart {name}: {failed}")
+
+
+@contextmanager
+def _prepared(name: str, schema: type) -> Iterator[str | None]:
+    """Refuse what cannot run before Hydra makes a directory, and hold that directory meanwhile.
+
+    Yields the directory of a sweep, if this is one and options alone decide on it.
+    """
+    directory = None
+    overrides = sys.argv[1:]
+    flags = {override for override in overrides if override.startswith("-")}
+    with ExitStack() as held:
+        with _one_sentence(name):
+            jobs.refuse_in_ranks(name, schema, overrides)
+            if ranks.place()[0] > 0:
+                sys.argv[1:] = ranks.quiet_arguments(overrides)
+            elif not flags:
+                _prepare_run(name, schema, overrides, held)
+            elif flags <= jobs.SWEEP_FLAGS:
+                fixed = [o for o in overrides if o not in flags]
+                directory = _prepare_sweep(name, fixed, held)
+        yield directory
+
+
+def _prepare_run(name: str, schema: type, overrides: list[str], held: ExitStack) -> None:
+    """Check one run's options; the directory is resolved here, once: it may hold a time stamp."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _refuse_sweep(name, overrides)
+        config = load_config(name, [o for o in overrides if _counts(o)])
+    if jobs.shards(schema):
+        jobs.check_launch(config)
+        if config.launch.node() > 0:
+            sys.argv[1:] = ranks.quiet_arguments(overrides)
+            return
+    _refuse_unwritable(config.out)
+    if name == "train" and not ranks.started_by_us():  # others take up what they find
+        held.enter_context(sweep.claim(Path(config.out)))
+    sys.argv.append(f"out={quoted(config.out)}")
+
+
+def _prepare_sweep(name: str, overrides: list[str], held: ExitStack) -> str | None:
+    directory = jobs.sweep_directory(name, overrides)
+    if directory is not None:
+        _refuse_unwritable(directory)
+        held.enter_context(sweep.claim(Path(directory)))
+        sys.argv.append(f"hydra.sweep.dir={quoted(directory)}")
+    return directory
 
 
 def load_config(name: str, overrides: list[str]) -> Any:
@@ -177,13 +233,11 @@ def _refuse_added_keys(cfg: DictConfig, path: str = "") -> None:
             _refuse_added_keys(node, f"{path}{key}.")
 
 
-def _refuse_bad_overrides(name: str, overrides: list[str]) -> None:
+@contextmanager
+def _one_sentence(name: str) -> Iterator[None]:
+    """End the process with one sentence for an error in the options."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _refuse_sweep(name, overrides)
-            config = load_config(name, [o for o in overrides if _counts(o)])
-        _refuse_unwritable(config.out)
+        yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SystemExit(f"headstart {name}: {explain(error)}") from None
     finally:
@@ -242,18 +296,6 @@ def explain(error: BaseException) -> str:
     if first.endswith(":"):  # Hydra's heading; what went wrong is on the line below
         return " ".join((first, *rest[:1]))
     return first if lines and lines[0] in first else f"{first}: {lines[0]}"
-
-
-def _run_or_explain(work: Callable[[Any], Any], cfg: DictConfig) -> Any:
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":
-        return work(to_object(cfg))
-    try:
-        return work(to_object(cfg))
-    except USER_ERRORS as error:
-        logging.getLogger("headstart").debug("failed", exc_info=True)
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 def _no_such_option(given: str, known: list[str]) -> str:

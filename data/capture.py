@@ -1,11 +1,10 @@
 """`headstart capture`: run the target once over rows, and store what it makes of them.
 
-`headstart capture rows=runs/rows out=runs/features`, or under torchrun with as many processes as
-there are devices. With `cache` the states come from files that speculators wrote.
+`headstart capture rows=runs/rows out=runs/features launch.num_processes=8` runs one process a
+device. With `cache` the states come from files that speculators wrote.
 Shapes: B rows, T tokens, D width, N tokens of a pass without its padding.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from headstart.data.template import TokenRow
 from headstart.heads.base import FeatureBatch
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
+from headstart.launch import LaunchConfig
 
 BATCH_TOKENS = 4096  # tokens of a capture pass, padding included
 
@@ -33,6 +33,7 @@ class CaptureRun:
     """`headstart capture`: rows -> feature store."""
 
     target: TargetConfig = MISSING
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     rows: str = MISSING
     """Directory of rows, as generate and prepare write it; with `cache` it receives them."""
     out: str = MISSING
@@ -52,8 +53,6 @@ class CaptureRun:
 def run(config: CaptureRun) -> None:
     """Load rows and target, and capture (the command's entry)."""
     options = {"taps": config.aux, "dtype": config.dtype}
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # else all share the first GPU
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if config.cache is not None:
         target = load_target(config.target)
         import_cache(target, Path(config.cache), Path(config.rows), Path(config.out), **options)

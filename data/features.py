@@ -3,7 +3,8 @@
 Shapes: B rows, T tokens (right-padded, or packed), D width, P packed rows, N positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -38,11 +39,14 @@ class OnlineFeatures:
         self.target, self.rows, self.taps = target, rows, tuple(taps)
         self.parts = target.parts
         self.lengths = row_lengths(rows)
+        self.stage: Callable[[str], AbstractContextManager] = nullcontext
+        """Entered with "target" around the target's passes, by whom wants to time them."""
 
     def batch(self, indices: Sequence[int], layout: Layout | None = None) -> FeatureBatch:
         """Return these rows with features made now; the target itself runs over a layout."""
         rows = [self.rows[i] for i in indices]
-        return make_features(self.target, rows, indices, self.taps, layout)
+        with self.stage("target"):
+            return make_features(self.target, rows, indices, self.taps, layout)
 
 
 class PackedFeatures:

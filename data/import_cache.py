@@ -18,9 +18,10 @@ from headstart.data.codec import LAST, Codec, aux_name
 from headstart.data.features import teacher_statistics
 from headstart.data.rows import RowsMeta, RowsWriter, read_rows, rows_hash
 from headstart.data.store_job import Pass, StoreJob
-from headstart.data.store_writer import ranks, write_store
+from headstart.data.store_writer import write_store
 from headstart.data.template import ChatTemplate, TokenRow
 from headstart.heads.target import Target
+from headstart.ranks import place
 
 log = logging.getLogger(__name__)
 COMPARED_ROWS = 3
@@ -38,7 +39,7 @@ def import_cache(
     The rows are taken to be rendered by the target's chat template, which the cache does not say.
     Raises ValueError when the states are not the target's, or not those of the layers given.
     """
-    if ranks()[1] > 1:
+    if place()[1] > 1:
         raise ValueError(
             f"cache={cache}: the import runs in one process; start it without torchrun"
         )

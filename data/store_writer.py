@@ -6,7 +6,6 @@ Shapes: N tokens of some rows end to end.
 """
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,15 +33,11 @@ from headstart.data.shards import (
 from headstart.data.store_job import COLUMNS, StoreJob, plan_shards, tell_size
 from headstart.data.store_key import refuse_other
 from headstart.files import locked, write_json
+from headstart.ranks import place
 
 log = logging.getLogger(__name__)
 QUEUE = 4  # passes that wait for the writing thread
 STALL_SECONDS = 1800  # without a new shard of another rank: it has died
-
-
-def ranks() -> tuple[int, int]:
-    """Return this process's rank and the number of processes, as torchrun sets them."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def write_store(job: StoreJob, directory: Path) -> None:
@@ -57,7 +52,7 @@ def write_store(job: StoreJob, directory: Path) -> None:
     missing = [rows for f, rows in shards.items() if not (directory / f).exists()]
     tell_size(job, directory, [row for rows in missing for row in rows])
     # Two captures of the same rows must not remove each other's unfinished files: one waits.
-    with locked(directory / f"rank-{ranks()[0]}"):
+    with locked(directory / f"rank-{place()[0]}"):
         _refuse_another(job, directory)
         _fill(job, directory, shards)
 
@@ -72,7 +67,7 @@ def _refuse_another(job: StoreJob, directory: Path) -> None:
 
 def _fill(job: StoreJob, directory: Path, shards: dict[str, list[int]]) -> None:
     """Make this rank's share of the shards, wait for the others' and write the index."""
-    rank, world = ranks()
+    rank, world = place()
     write_json(directory / PLAN, {"key": job.key})
     started = time.perf_counter()
     if rank == 0:
@@ -95,7 +90,7 @@ def _write_missing(job: StoreJob, directory: Path, shards: dict[str, list[int]])
         return 0
     pending: deque[Future[None]] = deque()
     pool = ThreadPoolExecutor(1, thread_name_prefix="headstart-write")
-    bar = tqdm(total=tokens, unit="token", unit_scale=True, desc="capture")
+    bar = tqdm(total=tokens, unit="token", unit_scale=True, desc="capture", disable=place()[0] > 0)
 
     def later(work: Callable[..., None], *arguments: Any) -> None:
         pending.append(pool.submit(work, *arguments))

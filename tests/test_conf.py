@@ -88,6 +88,7 @@ def test_every_option_of_every_group_composes(name, override):
 def test_every_yaml_file_is_a_command_or_an_option_of_one():
     groups = {group.split("@")[0] for name in cli.COMMANDS for group in choices(name)}
     files = {path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml")}
+    groups.add("hydra/launcher")
     known = {f"{group}/{option}" for group in groups for option in options(group)}
     assert files == known | set(cli.COMMANDS)
 
@@ -277,6 +278,7 @@ def test_a_sweeping_experiment_runs_as_a_sweep_only(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_comparison_trains_every_family_on_the_same_tokens(tmp_path):
     directory = save_target(tmp_path / "target", layers=8)  # EAGLE-3 taps states 2, 4 and 5
     tiny = ["data.num_prompts=7", "data.max_length=300", "generate.max_new_tokens=4"]
@@ -300,13 +302,13 @@ def test_the_comparison_trains_every_family_on_the_same_tokens(tmp_path):
 
 
 LAYERS = (
-    ("files", "launch"),
+    ("files", "launch", "ranks", "signals", "sweep"),
     ("heads",),
     ("eval.engine",),
     ("data",),
     ("eval",),
     ("train",),
-    ("pipeline", "cli", "__main__"),
+    ("pipeline", "jobs", "cli", "__main__"),
 )
 
 

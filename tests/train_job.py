@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from training import chat_target, random_rows
 
@@ -181,6 +182,25 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def stopped(job: TrainRun, step: int) -> None:
+    """Train, and press Ctrl-C in a step, after which the run ends."""
+    ours, taken = loop.train_step, 0
+
+    def counted(*arguments: object, **named: object) -> object:
+        nonlocal taken
+        taken += 1
+        if taken == step:
+            signal.raise_signal(signal.SIGINT)
+        return ours(*arguments, **named)
+
+    loop.train_step = counted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(chat_target(), job)
+    finally:
+        loop.train_step = ours
 
 
 if __name__ == "__main__":

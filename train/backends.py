@@ -5,6 +5,7 @@ processes that each train alone look like N that train together.
 """
 
 import os
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,11 +23,14 @@ from headstart.train.zero import Zero
 DDP = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
-def make_parallel(config: ParallelConfig, train: TrainConfig, device: torch.device) -> Parallel:
+def make_parallel(
+    config: ParallelConfig, train: TrainConfig, device: torch.device, *, timeout: float = 1800
+) -> Parallel:
     """Return the backend of a config, for a target that is loaded already, on this kind of device.
 
-    One process may make several in turn. Raises RuntimeError when the processes that were started
-    are not those that the backend needs or sees, and ImportError without deepspeed.
+    Ranks wait `timeout` seconds for one another, then fail. One process may make several in turn.
+    Raises RuntimeError when the processes that were started are not those that the backend needs or
+    sees, and ImportError without deepspeed.
     """
     kind = config.kind
     world = _launched(kind, device)
@@ -34,12 +38,13 @@ def make_parallel(config: ParallelConfig, train: TrainConfig, device: torch.devi
     # Else the first accelerator made binds all later ones of the process.
     AcceleratorState._reset_state()
     if zero:
-        accelerator = Accelerator(mixed_precision="no", **_deepspeed(kind, train, device))
+        accelerator = Accelerator(mixed_precision="no", **_deepspeed(kind, train, device, timeout))
         # Else every model that transformers loads from here on is split over the ranks.
         unset_hf_deepspeed_config()
     else:
         on_cpu = device.type == "cpu" and kind != "from_env"
-        accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)
+        waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+        accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=[waiting])
     _check(kind, accelerator, world, device)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _settle(accelerator.state.deepspeed_plugin.deepspeed_config, train)
@@ -68,14 +73,20 @@ def _launched(kind: str, device: torch.device) -> int:
     return world
 
 
-def _deepspeed(kind: str, train: TrainConfig, device: torch.device) -> dict[str, Any]:
+def _deepspeed(
+    kind: str, train: TrainConfig, device: torch.device, timeout: float
+) -> dict[str, Any]:
     """Return what tells accelerate to use DeepSpeed, on CPUs too."""
     if find_spec("deepspeed") is None:
         raise ImportError(f"parallel={kind} needs the extra: pip install headstart[deepspeed]")
-    options: dict[str, Any] = {"gradient_accumulation_steps": train.accumulation}
+    waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        waiting.backend = "gloo"
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": train.accumulation,
+        "kwargs_handlers": [waiting],
+    }
     if kind != "from_env":
         stage = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
         plugin = DeepSpeedPlugin(

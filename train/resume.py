@@ -21,9 +21,10 @@ from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.randomness import derive_random, restore_random
+from headstart.train.tracking import METRICS
 
 log = logging.getLogger(__name__)
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+SUMMARY = "summary.json"
 
 FREE = (
     "device",

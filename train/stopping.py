@@ -4,7 +4,7 @@ Raised in the middle of a step they would leave weights half updated, and no che
 the run.
 """
 
-import logging
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -12,24 +12,26 @@ from typing import Any
 
 import torch
 
+from headstart.signals import STOPPING, Stopped
 from headstart.train.parallel import Parallel
-
-log = logging.getLogger(__name__)
 
 
 class Stop:
-    """Takes note of SIGINT and SIGTERM while it is entered; a second one ends the process at once.
+    """Takes note of SIGINT and SIGTERM while it is entered.
 
-    It leaves handlers alone outside the main thread, and a signal that the process ignores.
+    A further Ctrl-C ends the process at once; a further SIGTERM changes nothing, as schedulers and
+    launchers send several. It leaves handlers alone outside the main thread, and a signal that the
+    process ignores.
     """
 
     def __init__(self, parallel: Parallel) -> None:
-        self._parallel, self._noted = parallel, False
+        self._parallel = parallel
+        self._noted: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOPPING:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
@@ -42,16 +44,32 @@ class Stop:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._noted and kind is None:  # noted too late for a step to heed it
-            raise KeyboardInterrupt
+        if self._noted is not None and self._parallel.world > 1 and self._before:
+            # Once a rank is gone its launcher ends the others; this one may still be closing.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._noted is not None and kind is None:  # too late for a step to heed it
+            raise self.error()
 
     def asked(self) -> bool:
         """Tell whether any rank was asked to stop; every rank calls it, after the same step."""
-        noted = torch.tensor([float(self._noted)], device=self._parallel.device)
-        return self._parallel.sum(noted).item() > 0
+        noted = [float(self._noted == number) for number in STOPPING]
+        ranks = self._parallel.sum(torch.tensor(noted, device=self._parallel.device)).tolist()
+        told = [number for number, count in zip(STOPPING, ranks, strict=True) if count]
+        if told and self._noted is None:
+            self._noted = told[0]
+        return bool(told)
+
+    def error(self) -> Stopped:
+        """Return what to raise once asked to stop."""
+        assert self._noted is not None
+        return Stopped(self._noted)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self._noted:
-            raise KeyboardInterrupt
-        self._noted = True
-        log.warning("%s: stopping after this step", signal.Signals(number).name)
+        if self._noted is None:
+            self._noted = number
+            if self._parallel.is_main:  # not by print: that may be what the signal interrupted
+                name = signal.Signals(number).name
+                said = f"\n{name}: stopping after this step, then saving (Ctrl-C again: at once)\n"
+                os.write(2, said.encode())
+        elif number == signal.SIGINT:
+            os._exit(128 + number)
