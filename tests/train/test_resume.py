@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from headstart.train.run import train
 
 TESTS = Path(train_job.__file__).parent
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+TIMED = re.compile("seconds|_per_s$|^time/|^memory/")
 FILES = ("weights.safetensors", "optimizer.safetensors", "random.safetensors")
 
 
@@ -73,23 +75,21 @@ def checkpoint(directory: Path, step: int) -> Path:
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
-    """Return all that metrics.jsonl says but for the time it took."""
+    """Return all that metrics.jsonl says but for the time and the memory it took."""
     texts = (directory / "out/metrics.jsonl").read_text().splitlines()
-    timed = {"seconds", "train/tokens_per_s"}
-    return [
-        {name: value for name, value in json.loads(text).items() if name not in timed}
-        for text in texts
-    ]
+    return [{n: v for n, v in json.loads(text).items() if not TIMED.search(n)} for text in texts]
 
 
 def assert_same_run(have: Path, want: Path, step: int = 20) -> None:
-    for name in FILES:
+    averages = ["ema.safetensors"] if (checkpoint(want, step) / "ema.safetensors").exists() else []
+    for name in [*FILES, *averages]:
         left, right = (load_file(checkpoint(place, step) / name) for place in (have, want))
         assert left.keys() == right.keys()
         for key in left:
             assert torch.equal(left[key], right[key]), f"{name}: {key}"
-    heads = [(place / "out/head/model.safetensors").read_bytes() for place in (have, want)]
-    assert heads[0] == heads[1]
+    for name in ("head", "best") if (want / "out/best").exists() else ("head",):
+        left, right = (place / "out" / name / "model.safetensors" for place in (have, want))
+        assert left.read_bytes() == right.read_bytes(), name
     assert lines(have) == lines(want)
     states = [read_json(checkpoint(place, step) / "state.json") for place in (have, want)]
     for state in states:
@@ -104,6 +104,16 @@ CASES = {
     "amid an epoch, with noise": {"head": "eagle", "save_every": 10, "eval_every": 5},
     "at an epoch's end": {"head": "medusa", "save_every": 8, "eval_every": 8},
     "packed rows": {"head": "eagle", "save_every": 10, "pack_tokens": 32},
+    "averages, the best by tau": {
+        "head": "eagle",
+        "save_every": 10,
+        "eval_every": 5,
+        "ema": 0.9,
+        "eval_prompts": 1,
+        "eval_new_tokens": 8,
+        "best_metric": "tau",
+    },
+    "muon": {"head": "eagle", "save_every": 10, "optimizer": "muon"},
     "an unrolled head": {"head": "eagle3", "save_every": 10, "batch_rows": 1},
 }
 
