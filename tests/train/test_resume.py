@@ -29,7 +29,7 @@ from headstart.heads.base import families
 from headstart.heads.checkpoint import load_head
 from headstart.pipeline import Step, run_step
 from headstart.train.checkpoint import looks_whole
-from headstart.train.resume import changes, cut_lines, refuse_another_run
+from headstart.train.resume import changes, cut_lines, refuse_another_run, refuse_misfit
 from headstart.train.run import train
 
 TESTS = Path(train_job.__file__).parent
@@ -129,6 +129,8 @@ def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case, nu
     assert lines(killed)[-1]["step"] == 13  # three steps or more that nobody saved
     run(killed, **CASES[case])
     assert_same_run(killed, place)
+    best = read_json(checkpoint(killed, 20) / "state.json")["progress"]["best"]
+    assert (best is not None) == ("eval_every" in CASES[case])
 
 
 def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place, nursery):
@@ -278,6 +280,22 @@ def test_p33_other_rows_another_target_and_another_width_are_refused(place):
     config.head = families()["medusa"][0](draft_vocab_size=32)
     with pytest.raises(ValueError, match="head.draft_vocab_size was 64 and is 32"):
         train(chat_target(), config)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"weight": torch.zeros(2, 8), "bias": torch.zeros(2)}, r"holds \(2, 8\) for weight, this"),
+        ({"weight": torch.zeros(2, 4)}, r"holds nothing for bias, this head \(2,\)"),
+        (
+            {"weight": torch.zeros(2, 4), "bias": torch.zeros(2), "more": torch.zeros(1)},
+            r"holds \(1,\) for more, this head nothing",
+        ),
+    ],
+)
+def test_p33_weights_of_another_width_or_head_are_refused_by_name(weights, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_misfit(Path("step-00000010"), weights, torch.nn.Linear(4, 2))
 
 
 def test_options_that_only_one_version_knows_are_no_change():
