@@ -1,5 +1,7 @@
 """Muon for matrices inside a head and AdamW for the rest, as one optimizer."""
 
+import copy
+
 import pytest
 import torch
 import train_job
@@ -94,7 +96,7 @@ def test_its_state_can_be_taken_up():
     set_gradients(first, 0)
     one.step()
     second.load_state_dict(first.state_dict())
-    two.load_state_dict(one.state_dict())
+    two.load_state_dict(copy.deepcopy(one.state_dict()))  # else both would write the same buffers
     for head, optimizer in ((first, one), (second, two)):
         set_gradients(head, 1)
         optimizer.step()
