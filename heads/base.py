@@ -109,9 +109,17 @@ class FeatureBatch:
     aux: dict[int, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "FeatureBatch":
-        """Return the batch on another device."""
-        tensors = {k: v.to(device) for k, v in vars(self).items() if k != "aux"}
-        return FeatureBatch(**tensors, aux={s: a.to(device) for s, a in self.aux.items()})
+        """Return the batch on another device; from pinned memory a GPU copies while it computes."""
+        ahead = device.type == "cuda"
+        return self._each(lambda tensor: tensor.to(device, non_blocking=ahead))
+
+    def pinned(self) -> "FeatureBatch":
+        """Return the batch in pinned memory; it must be on the CPU, beside a GPU."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "FeatureBatch":
+        tensors = {name: change(v) for name, v in vars(self).items() if name != "aux"}
+        return FeatureBatch(**tensors, aux={s: change(a) for s, a in self.aux.items()})
 
 
 @dataclass

@@ -52,11 +52,14 @@ def loaded_steps(
     if parallel.rank % together:
         steps = ((epoch, [replace(m, filler=True) for m in window]) for epoch, window in steps)
 
-    def load(step: tuple[int, list[MicroBatch]]) -> list[FeatureBatch]:
-        return [_features(source, micro) for micro in step[1]]
-
     # The target is not run beside the step: evaluation uses it too, and its taps are hooks.
     workers = config.workers if config.features == "captured" else 0
+    pinned = workers > 0 and parallel.device.type == "cuda"  # by the thread that reads ahead
+
+    def load(step: tuple[int, list[MicroBatch]]) -> list[FeatureBatch]:
+        batches = [_features(source, micro) for micro in step[1]]
+        return [batch.pinned() for batch in batches] if pinned else batches
+
     return read_ahead(steps, load, workers)
 
 

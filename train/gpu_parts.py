@@ -168,9 +168,9 @@ def _print_speed(
     done = (head_flops(head) + StepFlops(2.0 * layers, 2.0 * readout)).of(tokens, tokens / 2)
     peak = known_peak(device, "bf16")
     if peak is None:
-        print(f"{done / seconds / 1e12:.1f} TFLOP/s; MFU not known: no peak of this device")
+        print(f"{done / seconds / 1e12:.3g} TFLOP/s; MFU not known: no peak of this device")
     else:
-        print(f"{done / seconds / 1e12:.1f} TFLOP/s, MFU {done / seconds / peak:.1%}")
+        print(f"{done / seconds / 1e12:.3g} TFLOP/s, MFU {done / seconds / peak:.1%}")
     if device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB")
     else:

@@ -15,6 +15,7 @@ from models import make_head, target_of, tiny_model
 from tensor_job import ROWS, TAPS, losses, states
 from training import CHAT_VOCAB, chat_target, save_target
 
+from headstart.cli import load_config, register
 from headstart.data.capture import capture
 from headstart.data.features import OnlineFeatures, PackedFeatures, ranks_together
 from headstart.data.rows import RowsMeta
@@ -135,6 +136,14 @@ def test_a_device_map_gives_the_states_of_a_plain_load(tmp_path, whole, monkeypa
         assert target.fingerprint == whole.fingerprint
         for name, want in states(whole).items():
             torch.testing.assert_close(states(target)[name], want, rtol=SAME, atol=SAME)
+
+
+def test_a_map_of_modules_can_be_given_on_the_command_line():
+    register()
+    given = ["target=hf", "target.path=x", "rows=r", "out=o", "target.parallel=device_map"]
+    config = load_config("capture", [*given, "target.device_map={model.layers: 0, lm_head: cpu}"])
+    assert config.target.device_map == {"model.layers": 0, "lm_head": "cpu"}
+    assert load_config("capture", given).target.device_map == "auto"
 
 
 def test_layers_behind_accelerates_hooks_give_the_states_of_plain_ones():
