@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError
 
 from headstart import ranks, sweep
-from headstart.launch import LaunchConfig, check, count_gpus, start_ranks, starts_ranks
+from headstart.launch import LaunchConfig, check, count_gpus, quoted, start_ranks, starts_ranks
 from headstart.signals import Stopped, terminable
 
 CONF = "headstart.conf"
@@ -88,6 +88,8 @@ def run_job(name: str, work: Work, cfg: DictConfig, to_object: ToObject) -> Any:
     if hydra.mode != RunMode.MULTIRUN:
         return explained(lambda: _here_or_in_ranks(name, work, to_object(cfg), sweeping=False))
     cfg.out = hydra.runtime.output_dir  # else the jobs would write over one another
+    if "logging" in cfg and cfg.logging.group is None:
+        cfg.logging.group = hydra.sweep.dir
 
     def own() -> Any:
         return _here_or_in_ranks(name, work, to_object(cfg), sweeping=True)
@@ -108,7 +110,9 @@ def _here_or_in_ranks(name: str, work: Work, config: Any, *, sweeping: bool) -> 
     check_launch(config)
     with terminable():
         if starts_ranks(launch, _kind(config), sweeping=sweeping):
-            return start_ranks(launch, name, config.out)
+            group = config.logging.group if hasattr(config, "logging") else None
+            more = [] if group is None else [f"logging.group={quoted(group)}"]
+            return start_ranks(launch, name, config.out, more)
         if ranks.in_rank():
             ranks.end_with_parent()
             ranks.take_device()

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -160,11 +160,11 @@ def starts_ranks(config: LaunchConfig, kind: str | None, *, sweeping: bool) -> b
     return sweeping or config.world > 1 or kind not in (None, "single")
 
 
-def start_ranks(config: LaunchConfig, command: str, out: str) -> None:
+def start_ranks(config: LaunchConfig, command: str, out: str, more: Sequence[str] = ()) -> None:
     """Run a command in ranks of its own, and return when all of them are done.
 
-    They get this run's overrides and output directory. Raises RuntimeError when one fails, its
-    traceback logged, and Stopped after Ctrl-C or SIGTERM, which are passed on to them.
+    They get this run's overrides, more of them, and its output directory. Raises RuntimeError when
+    one fails, its traceback logged, and Stopped after Ctrl-C or SIGTERM, which are passed on.
     """
     alone = " (launch.num_processes=N starts N)" if config.world == 1 else ""
     log.info("starting %d of %d ranks here%s", config.num_processes, config.world, alone)
@@ -175,7 +175,7 @@ def start_ranks(config: LaunchConfig, command: str, out: str) -> None:
             f"--log-dir={logs}",
             f"--shutdown-timeout={config.grace_seconds}",
             "--signals-to-handle=SIGHUP,SIGQUIT",  # the others are ours
-            *("-m", "headstart", command, *_overrides(out)),
+            *("-m", "headstart", command, *_overrides(out), *more),
         ]
         with _environment(OMP_NUM_THREADS=str(_threads(config)), **{ranks.LAUNCHED: "1"}):
             try:

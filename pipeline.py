@@ -37,6 +37,7 @@ from headstart.heads.runtime import RuntimeConfig
 from headstart.heads.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.run import TrainRun, train
+from headstart.train.tracking import LoggingConfig
 
 log = logging.getLogger(__name__)
 FINISHED = "finished.json"
@@ -56,6 +57,7 @@ class PipelineRun:
     heads: dict[str, HeadConfig] = MISSING
     """Heads to train, by name: +head@heads.NAME=OPTION adds one, ~heads.NAME leaves one out."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     trees: dict[str, TreeConfig] = MISSING
     """Drafts each head is measured with: tree@trees.NAME=OPTION."""
     sampling: SamplingConfig = MISSING
@@ -179,6 +181,7 @@ def _train_step(
         target=config.target,
         head=head,
         train=config.train,
+        logging=replace(config.logging, group=config.logging.group or config.out),
         tree=next(iter(config.trees.values())),
         rows=str(out / "rows"),
         heldout_rows=str(out / "heldout"),

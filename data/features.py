@@ -3,15 +3,15 @@
 Shapes: B rows, T tokens (right-padded, or packed), D width, P packed rows, N positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headstart.data.packing import Layout
-from headstart.data.rows import row_lengths
-from headstart.data.template import TokenRow
+from headstart.data.token_row import TokenRow, row_lengths
 from headstart.heads.base import FeatureBatch
 from headstart.heads.chunks import PIECE, PIECE_CPU, slices
 from headstart.heads.parts import ReadOut, TargetParts
@@ -38,11 +38,14 @@ class OnlineFeatures:
         self.target, self.rows, self.taps = target, rows, tuple(taps)
         self.parts = target.parts
         self.lengths = row_lengths(rows)
+        self.stage: Callable[[str], AbstractContextManager] = nullcontext
+        """Entered with "target" around the target's passes, by whom wants to time them."""
 
     def batch(self, indices: Sequence[int], layout: Layout | None = None) -> FeatureBatch:
         """Return these rows with features made now; the target itself runs over a layout."""
         rows = [self.rows[i] for i in indices]
-        return make_features(self.target, rows, indices, self.taps, layout)
+        with self.stage("target"):
+            return make_features(self.target, rows, indices, self.taps, layout)
 
 
 class PackedFeatures:
@@ -64,6 +67,12 @@ class PackedFeatures:
         if isinstance(self.source, OnlineFeatures):
             return self.source.batch(indices, layout)
         return layout.pack(self.source.batch(indices))
+
+
+def ranks_together(source: FeatureSource) -> int:
+    """Return how many ranks must ask a source for the same rows at the same time."""
+    inner = source.source if isinstance(source, PackedFeatures) else source
+    return inner.target.tensor_ranks if isinstance(inner, OnlineFeatures) else 1
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from hydra.core.config_store import ConfigStore
 from torch import Tensor, nn
 
 from headstart.heads.loss_kinds import parse_loss
@@ -110,9 +109,17 @@ class FeatureBatch:
     aux: dict[int, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "FeatureBatch":
-        """Return the batch on another device."""
-        tensors = {k: v.to(device) for k, v in vars(self).items() if k != "aux"}
-        return FeatureBatch(**tensors, aux={s: a.to(device) for s, a in self.aux.items()})
+        """Return the batch on another device; from pinned memory a GPU copies while it computes."""
+        ahead = device.type == "cuda"
+        return self._each(lambda tensor: tensor.to(device, non_blocking=ahead))
+
+    def pinned(self) -> "FeatureBatch":
+        """Return the batch in pinned memory; it must be on the CPU, beside a GPU."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "FeatureBatch":
+        tensors = {name: change(v) for name, v in vars(self).items() if name != "aux"}
+        return FeatureBatch(**tensors, aux={s: change(a) for s, a in self.aux.items()})
 
 
 @dataclass
@@ -275,11 +282,10 @@ _FAMILIES: dict[str, tuple[type[HeadConfig], type[DraftHead]]] = {}
 
 
 def register(family: str, config: type[HeadConfig]) -> Callable[[HeadClass], HeadClass]:
-    """Register a head class under its family name and config class; feeds Hydra's ConfigStore."""
+    """Register a head class under its family name and config class."""
 
     def add(head: HeadClass) -> HeadClass:
         _FAMILIES[family] = (config, head)
-        ConfigStore.instance().store(group="head", name=f"base_{family}", node=config)
         return head
 
     return add

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from headstart.train.best import BEST_BY
+
 PRECISIONS = ("bf16", "fp32")
+OPTIMIZERS = ("adamw", "muon")
 KINDS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "from_env")
 
 
@@ -24,10 +27,12 @@ class ParallelConfig:
 class TrainConfig:
     """Optimisation, budget and what happens along the way."""
 
+    optimizer: str = "adamw"
+    """adamw, or muon: Muon for the matrices inside the head, AdamW for the rest."""
     lr: float = 1e-3
-    """Peak learning rate."""
+    """Peak learning rate, of both optimizers."""
     weight_decay: float = 0.1
-    """AdamW weight decay."""
+    """Weight decay, of both optimizers."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW moment decays."""
     warmup: float = 0.05
@@ -36,8 +41,11 @@ class TrainConfig:
     """Fraction at the end in which the rate falls linearly to zero; between, it is constant."""
     clip: float = 1.0
     """Largest global gradient norm."""
+    ema: float | None = None
+    """Decay of an average of the weights, such as 0.999, which is then evaluated and saved in their
+    place; null keeps none."""
     batch_rows: int = 4
-    """Rows a micro-batch."""
+    """Rows a micro-batch, on average: long rows share one with fewer, short ones with more."""
     accumulation: int = 1
     """Micro-batches an optimizer step."""
     pack_tokens: int | None = None
@@ -62,6 +70,9 @@ class TrainConfig:
     """Held-out prompts decoded by the real verifier for tau; 0 skips it."""
     eval_new_tokens: int = 48
     """Tokens decoded a prompt."""
+    best_metric: str = "tau"
+    """Whose best evaluation is kept as OUT/best: tau of the real verifier, tau_predicted by teacher
+    forcing, or loss, all held out."""
     activation_checkpointing: bool = False
     """Compute a decoder layer's activations again in the backward pass instead of keeping them."""
     save_every: int = 0
@@ -73,6 +84,9 @@ class TrainConfig:
     an out that holds one; or the directory of a training checkpoint."""
     log_every: int = 10
     """Optimizer steps between lines of metrics.jsonl."""
+    peak_tflops: float | None = None
+    """Peak of one device in 10^12 FLOPs a second, for the use made of it (MFU); null takes it from
+    conf/hardware where the device is known."""
     seed: int = 0
     """Seed of initial weights, order of rows and noise."""
 
@@ -100,6 +114,16 @@ class TrainConfig:
             raise ValueError(f"train.precision={self.precision}: expected bf16 or fp32")
         if self.features not in ("captured", "online"):
             raise ValueError(f"train.features={self.features}: expected captured or online")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"train.optimizer={self.optimizer}: expected adamw or muon")
+        if self.best_metric not in BEST_BY:
+            raise ValueError(
+                f"train.best_metric={self.best_metric}: expected one of {', '.join(BEST_BY)}"
+            )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"train.ema={self.ema}: expected a decay in (0, 1), or null")
+        if self.peak_tflops is not None:
+            _positive(self, "peak_tflops")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas={self.betas}: expected two numbers in [0, 1)")
 

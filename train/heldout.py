@@ -5,6 +5,7 @@ from torch import Tensor
 
 from headstart.data.features import FeatureSource
 from headstart.heads.base import DraftHead
+from headstart.train.meters import MetricSums, add_metrics, metric_figures
 from headstart.train.parallel import Parallel
 from headstart.train.step import add
 
@@ -21,7 +22,7 @@ def heldout_figures(
     head.eval()
     numerators: dict[str, Tensor] = {}
     denominators: dict[str, Tensor] = {}
-    metrics: dict[str, tuple[Tensor, Tensor]] = {}
+    metrics: MetricSums = {}
     weights: dict[str, Tensor] = {}
     for start in range(0, len(source.lengths), batch_rows):
         rows = range(start, min(start + batch_rows, len(source.lengths)))
@@ -31,13 +32,8 @@ def heldout_figures(
         add(denominators, head.denominators(batch))
         add(numerators, sums.numerators)
         weights = sums.weights
-        for name, (value, count) in sums.metrics.items():
-            old = metrics.get(name, (0, 0))
-            metrics[name] = (old[0] + value, old[1] + count)
+        add_metrics(metrics, sums.metrics)
     head.train(training)
     terms = {name: numerators[name] / denominators[name].clamp(min=1) for name in numerators}
     figures = {"heldout/loss": sum((weights[n] * t).sum().item() for n, t in terms.items())}
-    for name, (value, count) in metrics.items():
-        for depth, figure in enumerate((value / count.clamp(min=1)).tolist()):
-            figures[f"heldout/{name}[{depth}]"] = figure
-    return figures
+    return figures | metric_figures(metrics, "heldout")

@@ -1,25 +1,27 @@
 """The training loop: batches, one visible step, evaluation, checkpoints; the same on every rank."""
 
 import logging
-import math
-import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from headstart.data.features import FeatureSource
 from headstart.heads.base import DraftHead
+from headstart.train.best import new_best
 from headstart.train.checkpoint import Snapshot
+from headstart.train.clock import StageClock
 from headstart.train.config import TrainConfig, rate
+from headstart.train.ema import Ema
 from headstart.train.feeding import loaded_steps
+from headstart.train.meters import Meter, teacher_forced
+from headstart.train.optimizer import make_optimizer
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.randomness import random_state
+from headstart.train.report import Report
 from headstart.train.resume import evaluates_again, take_up
 from headstart.train.step import train_step
 from headstart.train.stopping import Stop
@@ -39,6 +41,34 @@ class Hooks:
     """Write the head."""
     keep: Callable[[Snapshot], None] | None = None
     """Write a training checkpoint; None: nobody will go on with this run."""
+    save_best: Callable[[dict[str, Tensor], Progress], None] | None = None
+    """Write the head of the best evaluation so far; None: nobody wants it."""
+
+
+@dataclass
+class Trainee:
+    """A head in training: wrapped, with all that its next step depends on."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    generator: torch.Generator
+    ema: Ema | None
+    parallel: Parallel
+
+    def served(self) -> dict[str, Tensor]:
+        """Return the weights that are evaluated and saved: the averages, if kept; collective."""
+        with self.ema.applied(self.model) if self.ema else nullcontext():
+            return self.parallel.weights(self.model)
+
+    def snapshot(self, progress: Progress) -> Snapshot:
+        """Return all that the run goes on from, on rank 0; collective."""
+        return Snapshot(
+            progress,
+            self.parallel.weights(self.model),
+            self.parallel.optimizer_state(self.model, self.optimizer),
+            self.parallel.gather(random_state(self.generator)),
+            self.served() if self.ema else {},
+        )
 
 
 def train_head(
@@ -50,55 +80,58 @@ def train_head(
     hooks: Hooks,
     tracker: Tracker,
     resume: Snapshot | None = None,
+    meter: Meter | None = None,
 ) -> Progress:
     """Train until the budget is used, from the start or from where `resume` was taken.
 
     Ctrl-C and SIGTERM save after a step and raise KeyboardInterrupt. Raises ValueError when no row
-    of the source has a supervised token, and for a loss that is not finite (naming the step and its
-    rows).
+    of the source has a supervised token, and for a loss or gradient that is not finite (naming the
+    step, the rank and its rows).
     """
-    model, optimizer = parallel.prepare(head, lambda bare: make_optimizer(bare, config))
-    seed = config.seed + RANK_SEEDS * parallel.rank
-    generator = torch.Generator(parallel.device).manual_seed(seed)
-    progress = Progress()
-    if resume is not None:
-        take_up(resume, model, optimizer, generator, parallel, config.seed)
-        progress = resume.progress
-    steps = loaded_steps(source, config, parallel, progress)
+    trainee, progress = _begin(head, config, parallel, resume)
+    clock = StageClock(parallel.device)
+    steps = loaded_steps(source, config, parallel, progress, clock)
+    report = Report(config, parallel, tracker, meter or Meter(), progress)
+    model = trainee.model
 
     def save() -> None:
-        _save(model, optimizer, generator, hooks, progress, parallel)
+        with clock("save"):
+            _save(trainee, hooks, progress)
+
+    def evaluate() -> None:
+        with clock("evaluate"):
+            _evaluate(trainee, hooks, progress, report)
 
     model.train()
-    with Stop(parallel) as stop, closing(steps), _bar(parallel) as bar:
+    with Stop(parallel) as stop, closing(steps), report:
         if evaluates_again(progress, config):
-            _evaluate(model, hooks, progress, tracker, parallel)
+            evaluate()
         while progress.fraction(config) < 1:
-            start = time.perf_counter()
-            (epoch, window), batches = next(steps)
-            batches = [batch.to(parallel.device) for batch in batches]
-            loaded, lr = time.perf_counter(), rate(progress.fraction(config, 0.5), config)
+            with clock("data"):
+                (epoch, window), batches = next(steps)
+                batches = [batch.to(parallel.device) for batch in batches]
+            number, lr = progress.step + 1, rate(progress.fraction(config, 0.5), config)
+            figures = {}
+            if report.due(number):
+                figures = teacher_forced(model, batches, source.parts, parallel)
             loss, norm = train_step(
                 model,
                 batches,
                 source.parts,
-                optimizer,
+                trainee.optimizer,
                 parallel,
                 lr=lr,
                 clip=config.clip,
-                generator=generator,
+                generator=trainee.generator,
+                clock=clock,
+                number=number,
             )
-            if not math.isfinite(loss) or not math.isfinite(norm):
-                rows = [int(i) for batch in batches for i in batch.row_ids_B]
-                raise ValueError(
-                    f"step {progress.step + 1}: loss {loss}, gradient norm {norm} (rows {rows}); "
-                    "lower train.lr"
-                )
+            if trainee.ema is not None:
+                trainee.ema.update(model, number)
             counted = [b for b, micro in zip(batches, window, strict=True) if not micro.filler]
-            seconds = {"data": loaded - start, "head": time.perf_counter() - loaded}
-            progress.count(epoch, counted, seconds, parallel)
-            if parallel.is_main:
-                _report(progress, config, loss, norm, lr, tracker, bar)
+            progress.count(epoch, counted, clock.read(), parallel)
+            figures |= {"train/loss": loss, "train/gradient_norm": norm, "train/lr": lr}
+            report.step(progress, figures)
             if stop.asked():
                 log.warning("interrupted at step %d: saving", progress.step)
                 save()
@@ -106,86 +139,52 @@ def train_head(
             if config.save_every and progress.step % config.save_every == 0:
                 save()
             if config.eval_every and progress.step % config.eval_every == 0:
-                _evaluate(model, hooks, progress, tracker, parallel)
+                evaluate()
         if progress.supervised_tokens == 0:
             raise ValueError("rows: no supervised token in any of them; look at their loss_mask")
         # Saved first: an evaluation that fails must not take the trained head with it.
         save()
-        _evaluate(model, hooks, progress, tracker, parallel)
+        evaluate()
+        report.end(progress)
     return progress
 
 
-def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of a head's parameters, its rate still to be set in every step."""
-    return torch.optim.AdamW(
-        head.parameters(),
-        lr=config.lr,
-        betas=tuple(config.betas),
-        weight_decay=config.weight_decay,
-        fused=True,  # one pass, no temporaries as large as a weight
-    )
+def _begin(
+    head: DraftHead, config: TrainConfig, parallel: Parallel, resume: Snapshot | None
+) -> tuple[Trainee, Progress]:
+    """Wrap a head for training, afresh or as it was."""
+    model, optimizer = parallel.prepare(head, lambda bare: make_optimizer(bare, config))
+    seed = config.seed + RANK_SEEDS * parallel.rank
+    generator = torch.Generator(parallel.device).manual_seed(seed)
+    ema = None if config.ema is None else Ema(model, config.ema)
+    if resume is None:
+        return Trainee(model, optimizer, generator, ema, parallel), Progress()
+    if ema is not None:
+        parallel.load_weights(model, resume.ema)
+        ema.take(model)
+    take_up(resume, model, optimizer, generator, parallel, config.seed)
+    return Trainee(model, optimizer, generator, ema, parallel), resume.progress
 
 
-def _bar(parallel: Parallel) -> tqdm:
-    return tqdm(
-        total=1.0,
-        desc="train",
-        bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
-        disable=not parallel.is_main,
-    )
-
-
-def _report(
-    progress: Progress,
-    config: TrainConfig,
-    loss: float,
-    norm: float,
-    lr: float,
-    tracker: Tracker,
-    bar: tqdm,
-) -> None:
-    speed = progress.tokens / max(progress.seconds, 1e-9)
-    bar.n = progress.fraction(config)
-    bar.set_postfix_str(
-        f"step {progress.step}, epoch {progress.epoch}, loss {loss:.3f}, {speed:.0f} tokens/s"
-    )
-    if progress.step % config.log_every == 0:
-        figures = {"train/loss": loss, "train/gradient_norm": norm, "train/tokens_per_s": speed}
-        _track(tracker, progress, figures | {"train/lr": lr})
-
-
-def _save(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    generator: torch.Generator,
-    hooks: Hooks,
-    progress: Progress,
-    parallel: Parallel,
-) -> None:
-    weights = parallel.weights(model)
+def _save(trainee: Trainee, hooks: Hooks, progress: Progress) -> None:
+    parallel = trainee.parallel
     if hooks.keep is not None:  # first: no head is ahead of what a run can go on from
-        moments = parallel.optimizer_state(model, optimizer)
-        random = parallel.gather(random_state(generator))
+        snapshot = trainee.snapshot(progress)
         if parallel.is_main:
-            hooks.keep(Snapshot(progress, weights, moments, random))
+            hooks.keep(snapshot)
+    weights = trainee.served()
     if parallel.is_main:
         hooks.save(weights, progress)
     parallel.barrier()
 
 
-def _evaluate(
-    model: nn.Module, hooks: Hooks, progress: Progress, tracker: Tracker, parallel: Parallel
-) -> None:
-    weights = parallel.weights(model)
+def _evaluate(trainee: Trainee, hooks: Hooks, progress: Progress, report: Report) -> None:
+    weights, parallel = trainee.served(), trainee.parallel
     figures = hooks.evaluate(weights) if parallel.is_main else {}
+    best = new_best(progress.best, figures, report.config.best_metric, progress.step)
+    best = parallel.broadcast(best)
+    if best != progress.best and hooks.save_best is not None and parallel.is_main:
+        hooks.save_best(weights, progress)
+    progress.best, progress.evaluated = best, progress.step
     parallel.barrier()
-    progress.evaluated = progress.step
-    if figures:
-        shown = ", ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in figures.items())
-        log.info("step %d: %s", progress.step, shown)
-        _track(tracker, progress, figures)
-
-
-def _track(tracker: Tracker, progress: Progress, figures: dict[str, Any]) -> None:
-    counted = {"tokens": progress.tokens, "seconds": round(progress.seconds, 3)}
-    tracker.log(progress.step, counted | figures)
+    report.evaluation(progress, figures)

@@ -31,6 +31,7 @@ class HeadLoss(nn.Module):
     def __init__(self, head: DraftHead, autocast: Callable[[], AbstractContextManager]) -> None:
         super().__init__()
         self.head, self._autocast = head, autocast
+        self.metrics: dict[str, tuple[Tensor, Tensor]] = {}
 
     def forward(
         self,
@@ -44,6 +45,7 @@ class HeadLoss(nn.Module):
             # Not head(...): ZeRO 3 gathers again, for the backward pass, what a module reads of
             # others' weights (a read-out's rows), if it knows the module's output: not LossSums.
             sums = self.head.forward(batch, parts, generator, denominators)
+        self.metrics = sums.metrics
         return sums.total(denominators)
 
 
@@ -88,14 +90,24 @@ class Parallel:
         (loss * self.world).backward()
 
     def clip_and_step(self, model: nn.Module, optimizer: Optimizer, clip: float) -> Tensor:
-        """Clip by the global norm, update, clear the gradients; return the norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        """Clip by the global norm, update, clear the gradients; return the norm before clipping.
+
+        A norm that is not finite updates nothing: the weights could not be had back.
+        """
+        norm = self._whole(nn.utils.clip_grad_norm_(model.parameters(), clip))
+        if torch.isfinite(norm):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return self._whole(norm)
+        return norm
 
     def _head_loss(self, head: DraftHead) -> HeadLoss:
-        return HeadLoss(head.to(self.device), self.autocast)
+        self._loss = HeadLoss(head.to(self.device), self.autocast)
+        return self._loss
+
+    @property
+    def metrics(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The metric sums of this rank's last pass, which are there in eval mode only."""
+        return self._loss.metrics
 
     # Between ranks
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from headstart.heads.base import FeatureBatch
+from headstart.train.clock import STAGES
 from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
 
@@ -27,7 +28,7 @@ class Progress:
     supervised_tokens: int = 0
     seconds: float = 0.0
     """Training only, by rank 0's clock."""
-    by_stage: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "head": 0.0})
+    by_stage: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     evaluated: int = 0
     """Step of the last evaluation."""
     best: dict[str, Any] | None = None
@@ -54,14 +55,16 @@ class Progress:
     ) -> None:
         """Count one step: this rank's batches of every rank, and rank 0's seconds by stage.
 
-        Every rank gets the same figures: they end the run, and set the learning rate.
+        Stages that are not of training are left out. Every rank gets the same figures: they end
+        the run, and set the learning rate.
         """
         counts = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
             counts[0] += int((batch.document_BT.amax(1) + 1).sum())
             counts[1] += int((batch.document_BT >= 0).sum())
             counts[2] += int(batch.loss_mask_BT.sum())
-        seconds = torch.tensor(list(by_stage.values()), dtype=torch.float64) * parallel.is_main
+        seconds = [by_stage.get(stage, 0.0) * parallel.is_main for stage in STAGES]
+        seconds = torch.tensor(seconds, dtype=torch.float64)
         summed = parallel.sum(torch.cat((counts, seconds)).to(parallel.device)).tolist()
         self.step += 1
         self.in_epoch = self.in_epoch + 1 if epoch == self.epoch else 1
@@ -69,6 +72,6 @@ class Progress:
         self.rows += int(summed[0])
         self.tokens += int(summed[1])
         self.supervised_tokens += int(summed[2])
-        for stage, value in zip(by_stage, summed[3:], strict=True):
+        for stage, value in zip(STAGES, summed[3:], strict=True):
             self.by_stage[stage] += value
         self.seconds += sum(summed[3:])

@@ -21,9 +21,10 @@ from headstart.train.config import TrainConfig
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.randomness import derive_random, restore_random
+from headstart.train.tracking import METRICS
 
 log = logging.getLogger(__name__)
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+SUMMARY = "summary.json"
 
 FREE = (
     "device",
@@ -37,11 +38,15 @@ FREE = (
     "rows",
     "target.attention",
     "target.device",
+    "target.device_map",
     "target.pack",
+    "target.parallel",
     "target.path",
     "target.revision",
+    "train.activation_checkpointing",
     "train.keep_last",
     "train.log_every",
+    "train.peak_tflops",
     "train.resume",
     "train.save_every",
     "train.workers",
@@ -50,6 +55,7 @@ FREE = (
 """Say how and where a run runs. Paths are among them: hashes name what lies there."""
 EVALUATION = (
     "heldout_hash",
+    "train.best_metric",
     "train.eval_every",
     "train.eval_new_tokens",
     "train.eval_prompts",

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,16 @@ from headstart.launch import LaunchConfig
 from headstart.train.backends import make_parallel
 from headstart.train.checkpoint import Checkpoints, Snapshot
 from headstart.train.config import ParallelConfig, TrainConfig
+from headstart.train.flops import head_flops, known_peak, target_flops
 from headstart.train.heldout import heldout_figures
 from headstart.train.loop import Hooks, train_head
+from headstart.train.meters import Meter
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
-from headstart.train.resume import METRICS, SUMMARY, finished, going_on
-from headstart.train.tracking import JsonLines
+from headstart.train.resume import SUMMARY, finished, going_on
+from headstart.train.sharded import Sharded
+from headstart.train.tracking import LoggingConfig, make_tracker, tracked
+from headstart.train.zero import Zero
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +62,7 @@ class TrainRun:
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     tree: TreeConfig = MISSING
     """Draft used when tau is measured along the way."""
     rows: str = MISSING
@@ -86,14 +92,21 @@ def train(target: Target, config: TrainRun) -> Progress:
     parallel = make_parallel(
         config.parallel, config.train, target.device, timeout=config.launch.timeout_seconds
     )
+    refuse_parts(parallel, config.parallel, config.train)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
+    if heldout and target.tensor_ranks > 1:
+        raise ValueError(
+            f"heldout_rows={config.heldout_rows}: evaluation runs on one rank and a "
+            "target.parallel=tensor target on all together; set heldout_rows=null"
+        )
     if config.train.pack_tokens is not None:
         check_fits(rows, config.train.pack_tokens)
     head, start = new_head(config.head, target, rows)
     if config.train.activation_checkpointing:
         head.recompute_activations()
-    if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
+    if heldout and config.train.eval_prompts:  # refuse what cannot draft or decode now
+        target.check_decodes()
         head_drafter(head, target.parts, config.tree, SamplingConfig())
     source = feature_source(target, rows, config, meta, head.aux_features)
     if config.train.pack_tokens is not None:
@@ -129,7 +142,7 @@ def train(target: Target, config: TrainRun) -> Progress:
         "init_from": start,
     }
 
-    def save(weights: dict[str, Tensor], progress: Progress) -> None:
+    def save(weights: dict[str, Tensor], progress: Progress, name: str = "head") -> None:
         trained = head_with(weights, head)
         info = info_for(
             trained,
@@ -140,25 +153,60 @@ def train(target: Target, config: TrainRun) -> Progress:
             tokens_seen=progress.tokens,
             trained_on=trained_on | {"seconds": round(progress.seconds, 1)},
         )
-        save_head(out / "head", trained, info)
+        save_head(out / name, trained, info)
 
     def keep(snapshot: Snapshot) -> None:
         checkpoints.save(replace(snapshot, identity=own))
 
-    progress = train_head(
-        head,
-        source,
-        config.train,
-        parallel=parallel,
-        hooks=Hooks(evaluate, save, keep),
-        tracker=JsonLines(out / METRICS),
-        resume=resume,
-    )
+    tags = [family_of(config.head), target.name]
+    tracker = make_tracker(config.logging, out, tags, main=parallel.is_main)
+    with tracked(tracker, asdict(config), resume.progress.step if resume else 0):
+        progress = train_head(
+            head,
+            source,
+            config.train,
+            parallel=parallel,
+            hooks=Hooks(evaluate, save, keep, partial(save, name="best")),
+            tracker=tracker,
+            resume=resume,
+            meter=_meter(config, target, head, parallel),
+        )
     if parallel.is_main:
         ended = {"progress": asdict(progress), "figures": evaluate.figures}
         write_json(out / SUMMARY, ended)
     log.info("checkpoint: %s", out / "head")
     return progress
+
+
+def refuse_parts(parallel: Parallel, config: ParallelConfig, settings: TrainConfig) -> None:
+    """Raise ValueError for what needs whole weights where ranks hold parts of them."""
+    kind = config.kind
+    if settings.optimizer == "muon" and isinstance(parallel, Sharded | Zero):
+        raise ValueError(
+            f"train.optimizer=muon with parallel={kind}: Muon needs whole matrices, of which each "
+            "rank has a part; use parallel=ddp, or train.optimizer=adamw"
+        )
+    if settings.ema is not None and isinstance(parallel, Zero):
+        raise ValueError(
+            f"train.ema={settings.ema} with parallel={kind}: the averages would not be those "
+            "of DeepSpeed's own weights; use parallel=ddp or fsdp2, or train.ema=null"
+        )
+
+
+def _meter(config: TrainRun, target: Target, head: DraftHead, parallel: Parallel) -> Meter:
+    """Return a meter that knows what use is made of the devices, where their peak is known."""
+    given = config.train.peak_tflops
+    peak = given * 1e12 if given else known_peak(parallel.device, config.train.precision)
+    if peak is None:
+        return Meter()
+    flops = head_flops(head)
+    if config.train.features == "online":
+        try:
+            flops += target_flops(target)
+        except ValueError as error:  # a figure less is no reason not to train
+            log.info("no MFU: %s", error)
+            return Meter()
+    return Meter(flops, peak * parallel.world)
 
 
 def _ended(config: TrainRun) -> Progress | None:

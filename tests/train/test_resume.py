@@ -4,11 +4,13 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import torch
 import train_job
 from safetensors.torch import load_file
-from train_job import ROWS, job, run, write_rows
+from train_job import ROWS, Nursery, job, run, write_rows
 from training import chat_target, random_rows
 
 from headstart.data.batching import Dealing, steps_forever
@@ -27,30 +29,29 @@ from headstart.heads.base import families
 from headstart.heads.checkpoint import load_head
 from headstart.pipeline import Step, run_step
 from headstart.train.checkpoint import looks_whole
-from headstart.train.resume import changes, cut_lines, refuse_another_run
+from headstart.train.resume import changes, cut_lines, refuse_another_run, refuse_misfit
 from headstart.train.run import train
 
 TESTS = Path(train_job.__file__).parent
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+TIMED = re.compile("seconds|_per_s$|^time/|^memory/")
 FILES = ("weights.safetensors", "optimizer.safetensors", "random.safetensors")
 
 
-def start(directory: Path, *, processes: int = 1, **options: object) -> subprocess.Popen:
-    """Start a run as a user does: in a process of its own, or under torchrun."""
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory) -> Iterator[Nursery]:
+    started = Nursery(tmp_path_factory.mktemp("nursery") / "log.txt")
+    yield started
+    started.close()
+
+
+def torchrun(directory: Path, **options: object) -> int:
+    """Run two ranks by torchrun, and return its exit code."""
     paths = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    module = [*(torchrun if processes > 1 else []), "train_job"]
-    command = [sys.executable, "-m", *module, str(directory), json.dumps(options)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def finish(process: subprocess.Popen) -> str:
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
-    return said
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "train_job"]
+    command = [sys.executable, "-m", *launcher, str(directory), json.dumps(options)]
+    return subprocess.run(command, env=environment).returncode
 
 
 @pytest.fixture
@@ -74,23 +75,21 @@ def checkpoint(directory: Path, step: int) -> Path:
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
-    """Return all that metrics.jsonl says but for the time it took."""
+    """Return all that metrics.jsonl says but for the time and the memory it took."""
     texts = (directory / "out/metrics.jsonl").read_text().splitlines()
-    timed = {"seconds", "train/tokens_per_s"}
-    return [
-        {name: value for name, value in json.loads(text).items() if name not in timed}
-        for text in texts
-    ]
+    return [{n: v for n, v in json.loads(text).items() if not TIMED.search(n)} for text in texts]
 
 
 def assert_same_run(have: Path, want: Path, step: int = 20) -> None:
-    for name in FILES:
+    averages = ["ema.safetensors"] if (checkpoint(want, step) / "ema.safetensors").exists() else []
+    for name in [*FILES, *averages]:
         left, right = (load_file(checkpoint(place, step) / name) for place in (have, want))
         assert left.keys() == right.keys()
         for key in left:
             assert torch.equal(left[key], right[key]), f"{name}: {key}"
-    heads = [(place / "out/head/model.safetensors").read_bytes() for place in (have, want)]
-    assert heads[0] == heads[1]
+    for name in ("head", "best") if (want / "out/best").exists() else ("head",):
+        left, right = (place / "out" / name / "model.safetensors" for place in (have, want))
+        assert left.read_bytes() == right.read_bytes(), name
     assert lines(have) == lines(want)
     states = [read_json(checkpoint(place, step) / "state.json") for place in (have, want)]
     for state in states:
@@ -105,29 +104,41 @@ CASES = {
     "amid an epoch, with noise": {"head": "eagle", "save_every": 10, "eval_every": 5},
     "at an epoch's end": {"head": "medusa", "save_every": 8, "eval_every": 8},
     "packed rows": {"head": "eagle", "save_every": 10, "pack_tokens": 32},
+    "averages, the best by tau": {
+        "head": "eagle",
+        "save_every": 10,
+        "eval_every": 5,
+        "ema": 0.9,
+        "eval_prompts": 1,
+        "eval_new_tokens": 8,
+        "best_metric": "tau",
+    },
+    "muon": {"head": "eagle", "save_every": 10, "optimizer": "muon"},
     "an unrolled head": {"head": "eagle3", "save_every": 10, "batch_rows": 1},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case):
+def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case, nursery):
     run(place, **CASES[case])
     killed = another(place, "killed")
-    process = start(killed, die_in_step=14, **CASES[case])
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
+    nursery.start(killed, die_in_step=14, **CASES[case])
+    assert nursery.wait() == [-signal.SIGKILL]
     last = CASES[case]["save_every"]
     assert checkpoints(killed) == [last]
     assert lines(killed)[-1]["step"] == 13  # three steps or more that nobody saved
     run(killed, **CASES[case])
     assert_same_run(killed, place)
+    best = read_json(checkpoint(killed, 20) / "state.json")["progress"]["best"]
+    assert (best is not None) == ("eval_every" in CASES[case])
 
 
-def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place):
+def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place, nursery):
     options = {"head": "medusa", "save_every": 5, "eval_every": 5, "max_steps": 10}
     run(place, **options)
     killed = another(place, "killed")
-    start(killed, die_in_evaluation=1, **options).wait()
+    nursery.start(killed, die_in_evaluation=1, **options)
+    assert nursery.wait() == [-signal.SIGKILL]
     assert checkpoints(killed) == [5]
     assert not any("heldout/loss" in line for line in lines(killed))
     run(killed, **options)
@@ -137,13 +148,11 @@ def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place):
 
 def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place):
     options = {"head": "eagle", "kind": "ddp", "save_every": 10, "pack_tokens": 32, "batch_rows": 1}
-    finish(start(place, processes=2, **options))
+    assert torchrun(place, **options) == 0
     killed = another(place, "killed")
-    process = start(killed, processes=2, die_in_step=14, **options)
-    process.communicate()
-    assert process.returncode != 0
+    assert torchrun(killed, die_in_step=14, **options) != 0
     assert checkpoints(killed) == [10]
-    finish(start(killed, processes=2, **options))
+    assert torchrun(killed, **options) == 0
     assert_same_run(killed, place)
     assert len({name.split("/")[0] for name in load_file(checkpoint(place, 20) / FILES[2])}) == 2
 
@@ -157,14 +166,19 @@ def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place):
         pytest.param("zero3", marks=[pytest.mark.slow, NEEDS_DEEPSPEED]),
     ],
 )
-def test_p33_another_number_of_processes_goes_on_with_the_same_rows_a_step_and_says_so(place, kind):
+def test_p33_another_number_of_processes_goes_on_with_the_same_rows_a_step_and_says_so(
+    place, kind, nursery
+):
     alone = {"head": "medusa", "save_every": 10}
     run(place, **alone)
     moved = another(place, "moved")
     shutil.copytree(place / "out", moved / "out")
     shutil.rmtree(checkpoint(moved, 20))
     (moved / "out/summary.json").unlink(missing_ok=True)
-    said = finish(start(moved, processes=2, kind=kind, **alone | {"accumulation": 1}))
+    before = len(nursery.log.read_text())
+    nursery.start(moved, ranks=2, kind=kind, **alone | {"accumulation": 1})
+    assert nursery.wait() == [0, 0]
+    said = nursery.log.read_text()[before:]
     assert "processes was 1 and is 2" in said
     assert "each rank's random state starts anew" in said
     have, want = (load_file(checkpoint(at, 20) / FILES[0]) for at in (moved, place))
@@ -266,6 +280,22 @@ def test_p33_other_rows_another_target_and_another_width_are_refused(place):
     config.head = families()["medusa"][0](draft_vocab_size=32)
     with pytest.raises(ValueError, match="head.draft_vocab_size was 64 and is 32"):
         train(chat_target(), config)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"weight": torch.zeros(2, 8), "bias": torch.zeros(2)}, r"holds \(2, 8\) for weight, this"),
+        ({"weight": torch.zeros(2, 4)}, r"holds nothing for bias, this head \(2,\)"),
+        (
+            {"weight": torch.zeros(2, 4), "bias": torch.zeros(2), "more": torch.zeros(1)},
+            r"holds \(1,\) for more, this head nothing",
+        ),
+    ],
+)
+def test_p33_weights_of_another_width_or_head_are_refused_by_name(weights, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_misfit(Path("step-00000010"), weights, torch.nn.Linear(4, 2))
 
 
 def test_options_that_only_one_version_knows_are_no_change():
@@ -370,18 +400,18 @@ def test_p61_no_step_stands_twice_in_the_metrics(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place, number):
+def test_a_signal_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place, number, nursery):
     options = {"head": "eagle", "save_every": 20, "workers": 0}
     run(place, **options)
     stopped = another(place, "stopped")
-    process = start(stopped, slow=0.2, **options)
+    (process,) = nursery.start(stopped, slow=0.1, **options)
     metrics = stopped / "out/metrics.jsonl"
+    late = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < late, nursery.log.read_text()
         time.sleep(0.02)
-    process.send_signal(number)
-    said, _ = process.communicate()
-    assert process.returncode != 0, said
+    os.kill(process, number)
+    assert nursery.wait() != [0]
     (step,) = checkpoints(stopped)
     assert 3 <= step < 20
     assert load_head(stopped / "out/head")[1].step == step
