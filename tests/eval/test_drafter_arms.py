@@ -125,9 +125,7 @@ def test_a_draft_model_that_is_not_there_is_named_by_its_option(target):
 def test_a_draft_model_that_is_not_there_is_told_before_the_target_is_loaded(monkeypatch):
     config = cli.load_config("eval", ["drafter=[model]", "drafters.model.path=runs/no/model"])
     monkeypatch.setattr("headstart.eval.run.load_target", None)
-    with pytest.raises(
-        FileNotFoundError, match=r"drafters\.model\.path=runs/no/model: no su"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"drafters\.model\.path=runs/no/model: no su"):
         run(config)
 
 
