@@ -9,7 +9,7 @@ do.
 import argparse
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import head_arms, paced
-from headstart.eval.batch_sweep import batch_sweep
+from headstart.eval.batch_sweep import QUEUED, batch_sweep
 from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.intervals import Interval
@@ -37,10 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     template = ChatTemplate(target.tokenizer)
     config = EvalConfig(
         suite=options.suite,
-        num_prompts=max(options.prompts, *options.batches),
+        num_prompts=max(options.prompts, QUEUED * max(options.batches)),
         max_new_tokens=options.tokens,
         repeats=options.repeats,
-        batch_sizes=options.batches,
     )
     trees = [TreeConfig(name=f"chain{depth}", depth=depth) for depth in options.depths]
     deepest = TreeConfig(name="chain", depth=max(options.depths))
@@ -49,7 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arms = [*fixed, paced(deep, PolicyConfig(kind="adaptive"))]
     stop_ids = template.stop_ids(target.stop_ids)
     suite = load_suite(config, template)
-    points = batch_sweep(target, arms, suite, sampling=sampling, config=config, stop_ids=stop_ids)
+    points: list[list[BatchPoint]] = [[] for _ in arms]
+    for size in sorted(options.batches):  # a small batch is slow, and needs no long queue
+        part = replace(suite, requests=suite.requests[: max(options.prompts, QUEUED * size)])
+        one = replace(config, batch_sizes=[size])
+        found = batch_sweep(target, arms, part, sampling=sampling, config=one, stop_ids=stop_ids)
+        points = [[*old, *new] for old, new in zip(points, found, strict=True)]
     named = {arm.name: of_arm for arm, of_arm in zip(arms, points, strict=True)}
     table = {name: [asdict(p) for p in of_arm] for name, of_arm in named.items()}
     write_json(options.out / "batch.json", table)
@@ -64,7 +68,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--suite", help="JSON Lines file of prompts; default: generated ones")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 5])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--prompts", type=int, default=16, help="a multiple of the largest batch")
+    parser.add_argument("--prompts", type=int, default=16, help="at least")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/batch_bench"))

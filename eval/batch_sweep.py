@@ -1,8 +1,9 @@
 """Speed over batch size: plain decoding and every arm at each size, taking turns group by group.
 
-Prompts are decoded in whole groups of the size, in lockstep, and share their group's time; a group
-ends with fewer rows as answers end. Intervals are over prompts, as everywhere: where there are few
-groups they tell little of how one group differs from another.
+A group is a queue of a few prompts for every row: as in a server, a row that ends is given the next
+prompt, so that the batch is full until the queue is empty; the end of a group, with fewer rows,
+counts as well. Prompts share their group's time. Intervals are over prompts, as everywhere: where
+there are few groups they tell little of how one group differs from another.
 """
 
 import itertools
@@ -29,6 +30,8 @@ from headstart.eval.timing import Runner
 from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
+QUEUED = 4
+"""Prompts of a group for every row of the batch, where the suite has as many."""
 
 
 def batch_sweep(
@@ -47,13 +50,13 @@ def batch_sweep(
     """
     points: list[list[BatchPoint]] = [[] for _ in arms]
     for size in sorted(config.batch_sizes):
-        groups = whole_groups(suite.requests, size)
+        groups = queues(suite.requests, size)
         bounds = (size, config.max_pass_tokens)
         runner = Runner(target, sampling, tuple(stop_ids), *bounds, policies_of(arms))
         drafters = [NoDrafter(target.device), *(arm.drafter for arm in arms)]
         # As many groups as otherwise prompts, so that policies begin with every shape tried.
         again = config.warmup_prompts
-        runner.warm_up(drafters, list(groups[0]) * again, size * again)
+        runner.warm_up(drafters, list(groups[0][:size]) * again, size * again)
         plain, *drafted = _in_turns(runner, drafters, groups, config.repeats)
         for arm, of_arm, done in zip(arms, points, drafted, strict=True):
             point = _point(size, plain, done, config)
@@ -67,14 +70,18 @@ def policies_of(arms: Iterable[Arm]) -> dict[int, DraftPolicy]:
     return {id(a.drafter): draft_policy(a.policy) for a in arms if a.policy.kind != "fixed"}
 
 
-def whole_groups(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
-    """Split the prompts into groups of exactly `size`; the last ones too few for one stay out."""
+def queues(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
+    """Split the prompts into groups of QUEUED for every row; a last one that fills no batch is out.
+
+    Raises ValueError for fewer prompts than rows.
+    """
     if len(requests) < size:
         raise ValueError(
             f"eval.batch_sizes={size}: the suite has {len(requests)} prompts; lower it or give "
             "more prompts"
         )
-    return [requests[i : i + size] for i in range(0, len(requests) - size + 1, size)]
+    groups = [requests[i : i + QUEUED * size] for i in range(0, len(requests), QUEUED * size)]
+    return [group for group in groups if len(group) >= size]
 
 
 def _in_turns(

@@ -3,6 +3,7 @@
 Plain decoding is the same loop with nothing drafted; one plain arm serves every drafter.
 """
 
+import fnmatch
 import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
@@ -154,13 +155,14 @@ def benchmark(
     return outcomes
 
 
-def _only(arms: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
-    """Return the arms of these names, in the order of the arms; all of them without names."""
-    known = [arm.name for arm in arms]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"eval.only: no arm {unknown[0]!r}; expected some of {', '.join(known)}")
-    return [arm for arm in arms if not names or arm.name in names]
+def _only(arms: Sequence[Arm], patterns: Sequence[str]) -> list[Arm]:
+    """Return the arms that a pattern matches, in the order of the arms; all without patterns."""
+    names = [arm.name for arm in arms]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"eval.only: no arm {pattern!r}; expected some of {', '.join(names)}")
+    found = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+    return [arm for arm in arms if not patterns or arm.name in found]
 
 
 def quick_tau(

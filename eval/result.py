@@ -141,7 +141,7 @@ class BatchPoint:
 
     batch: int
     prompts: int
-    """Prompts decoded at it, in whole groups of `batch`."""
+    """Prompts decoded at it, rows that end making room for the next ones."""
     tokens_per_s_plain: float | None
     tokens_per_s: float | None
     speedup: float | None

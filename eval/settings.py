@@ -73,7 +73,8 @@ class EvalConfig:
     resume: bool = True
     """Go on from what an earlier run of the same settings measured in `out`; false measures all."""
     only: list[str] = field(default_factory=list)
-    """Arms measured, by the names that tables give them; empty measures every one."""
+    """Arms measured, by the names that tables give them, as patterns ('*-chain3'); empty measures
+    every one."""
     skip_misfits: bool = False
     """Leave out, with a note, a tree that a head cannot draft; false refuses it."""
     force_pairing: bool = False

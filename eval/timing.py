@@ -125,14 +125,17 @@ class Runner:
         return session
 
     def decode(self, drafter: Drafter, group: Sequence[Request]) -> list[Completion]:
-        """Decode one group in lockstep; return its completions in order, sharing its wall time."""
+        """Decode one group; return its completions in order, sharing its wall time.
+
+        A group larger than the batch waits for rows that end.
+        """
         completions = decode(
             self.target,
             drafter,
             group,
             sampling=self.sampling,
             stop_ids=self.stop_ids,
-            batch_size=len(group),
+            batch_size=self.batch_size,
             policy=self.policies.get(id(drafter)),
             max_pass_tokens=self.max_pass_tokens,
         )
@@ -204,7 +207,7 @@ def _share(group: list[Completion]) -> list[Completion]:
 
     What the rows of a group add up to is then what the group took, as it is for single prompts.
     """
-    wall = max(c.seconds for c in group)
+    wall = max(c.waited + c.seconds for c in group)
     return [
         replace(
             c,

@@ -6,44 +6,80 @@
 # HEADS holds NAME/head directories, PROMPTS mt_bench.jsonl, gsm8k.jsonl and humaneval.jsonl; every
 # evaluation gets the options, such as eval.num_prompts=1 to try it out.
 # ROWS=DIRECTORY names the heads' training rows, in which the prompts are then looked for.
+# PARTS="search t0" runs only these parts.
 set -euo pipefail
-out=${1:-runs/leaderboard}
+out=$(realpath -m "${1:-runs/leaderboard}")
 heads=${2:-runs/reference/heads}
 prompts=${3:-../shared/data}
 rows=${ROWS:-}
 options=("${@:4}")
-
-checkpoints=$(printf ',%s' "$heads"/*/head)
-given=("checkpoints=[${checkpoints:1}]" eval.skip_misfits=true "eval.training_rows=[$rows]")
-suites="eval.suites=[{path:$prompts/mt_bench.jsonl},{path:$prompts/gsm8k.jsonl}"
-suites+=",{path:$prompts/humaneval.jsonl},{name:heldout}]"
-trees=(+tree@trees.chain=chain3 +tree@trees.static=static15 +tree@trees.dynamic=dynamic16)
-without_head=('drafter=[lookup,suffix_chain,suffix_tree]')
 cat <<TEXT
 Measured in turn, each with one interleaved plain arm, into $out; about two and a half hours on two
-CPU cores with the reference heads (four suites of 20 prompts, a hundred turns of 64 tokens an arm):
-  t0        every head and drafter with every tree, greedy                            50 minutes
-  t1        the same at temperature 1                                                 60 minutes
-  best      the three fastest of t0, three repeats                                    30 minutes
-  equality  as t0, in fp32, ten prompts a suite in batches of ten: all must be equal  15 minutes
+CPU cores with four reference heads (four suites of 20 first turns, 64 tokens each):
+  search    the fastest tree of every head, on other prompts                          30 minutes
+  t0        every head and drafter with every tree, greedy                            40 minutes
+  t1        chains, a top-k tree and a drawn one at temperature 1                     30 minutes
+  best      the three fastest of t0, three repeats                                    25 minutes
+  equality  as t0, in fp32, ten prompts a suite in batches of ten: all must be equal  20 minutes
 TEXT
 
-measure() { # NAME OPTION...: all arms under the options of one part
-    local name=$1 && shift
-    headstart eval "${given[@]}" "$suites" "${trees[@]}" "${without_head[@]}" "out=$out/$name" \
-        "$@" "${options[@]}"
-}
-measure t0
-measure t1 sampling.temperature=1
+names=() checkpoints="" folders=""
+arms="*-chain3,*-static15,*-dynamic16"
+trees=(+tree@trees.chain=chain3 +tree@trees.static=static15 +tree@trees.dynamic=dynamic16)
+for directory in "$heads"/*/head; do
+    name=$(basename "$(dirname "$directory")")
+    names+=("$name")
+    checkpoints+=,$directory
+    folders+=,file://$out/search/$name
+    trees+=("+tree@trees.$name=searched_$name")
+    arms+=",*$name-searched_$name" # of the trees found, each head drafts its own
+done
+drawn=(+tree@trees.drawn=static15 trees.drawn.name=drawn15 trees.drawn.children=sampled)
+suites="eval.suites=[{path:$prompts/mt_bench.jsonl},{path:$prompts/gsm8k.jsonl}"
+suites+=",{path:$prompts/humaneval.jsonl},{name:heldout}]"
 
-best=$(python3 - "$out"/t0/*/result.json <<'PYTHON'
+search() { # writes the option searched_NAME of the group tree to OUT/search/NAME/tree
+    local name
+    for name in "${names[@]}"; do
+        [[ -e $out/search/$name/tree.json ]] && continue
+        headstart tree "checkpoint=$heads/$name/head" "out=$out/search/$name" \
+            "name=searched_$name" search.num_prompts=60 'search.top_k=[2,3,4]' search.max_nodes=24 \
+            '~tree@presets.dynamic60' '~tree@presets.chain2' eval.seed=1 eval.num_prompts=30 \
+            "${options[@]}"
+    done
+}
+
+measure() { # PART OPTION...: all arms under the options of one part
+    headstart eval "checkpoints=[${checkpoints:1}]" "$suites" eval.max_turns=1 "out=$out/$1" \
+        eval.skip_misfits=true "eval.training_rows=[$rows]" "${@:2}" "${options[@]}"
+}
+
+greedy() { # PART OPTION...: the arms of t0
+    measure "$1" "hydra.searchpath=[${folders:1}]" "${trees[@]}" \
+        'drafter=[lookup,suffix_chain,suffix_tree]' "${@:2}"
+}
+
+fastest() { # names of the three fastest arms of t0, with commas
+    python3 - "$out"/t0/*/result.json <<'PYTHON'
 import json, sys
 
 results = [json.load(open(path)) for path in sys.argv[1:]]
 results.sort(key=lambda result: -result["figures"]["speedup_ratio_of_sums_decode"])
 print(",".join(result["drafter"]["name"] for result in results[:3]))
 PYTHON
-)
-measure best "eval.only=[$best]" eval.repeats=3
-measure equality target.dtype=float32 eval.num_prompts=10 eval.batch_size=10
-headstart report "results=[$out/best,$out/t0,$out/t1,$out/equality]" "out=$out/report"
+}
+
+for part in ${PARTS:-search t0 t1 best equality report}; do
+    case $part in
+        search) search ;;
+        t0) greedy t0 "eval.only=[$arms,lookup,suffix_chain,suffix_tree]" ;;
+        t1) measure t1 sampling.temperature=1 "${trees[@]:0:2}" "${drawn[@]}" drafter=[lookup] ;;
+        best) greedy best "eval.only=[$(fastest)]" eval.repeats=3 ;;
+        equality)
+            greedy equality "eval.only=[$arms,lookup,suffix_chain,suffix_tree]" \
+                target.dtype=float32 eval.num_prompts=10 eval.batch_size=10
+            ;;
+        report) headstart report "results=[$out/best,$out/t0,$out/t1,$out/equality]" "out=$out/report" ;;
+        *) echo "PARTS=$part: expected some of search t0 t1 best equality report" >&2 && exit 2 ;;
+    esac
+done

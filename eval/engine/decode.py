@@ -95,6 +95,7 @@ class _Loop:
         self.cache = target.new_cache(self.batch_size, longest, drafter.num_nodes)
         drafter.start(self.batch_size, longest)
         self.max_pass_tokens = max_pass_tokens
+        self.began: float | None = None
         self.prefill = Prefill(
             target, drafter, self.cache, self.sampling, self.stop_ids, clock, max_pass_tokens
         )
@@ -122,8 +123,12 @@ class _Loop:
         free = self.batch_size - len(self.rows) - self.prefill.num_rows
         if queue and free > 0 and (free >= self.batch_size / 8 or not self.rows):
             now = self._clock()
+            self.began = now if self.began is None else self.began
             fresh = [queue.popleft() for _ in range(min(free, len(queue)))]
-            self.prefill.add([Row.admit(request, self.context, now) for request in fresh])
+            rows = [Row.admit(request, self.context, now) for request in fresh]
+            for row in rows:
+                row.completion.waited = now - self.began
+            self.prefill.add(rows)
 
     def _join(self, slot: int, row: Row) -> None:
         """Let a row whose prompt was read into a slot run behind the others."""

@@ -43,7 +43,6 @@ class Drafting:
         self._limited = drafter if isinstance(drafter, LimitedDrafter) else None
         self._deepest_seen = 0 if self._limited is None else self._limited.max_depth
         self._asked = 0
-        self._allowed: list[int] = []
         self._catch_up_seconds = 0.0
 
     @property
@@ -68,8 +67,8 @@ class Drafting:
             limit = DraftLimit(None if whole else asked, limit.survival)
             tree = self._propose(root_B, positions_B, keys_B, limit)
             asked = self._deepest if whole else min(asked, self._deepest)
-        self._asked, self._allowed = asked, [min(asked, r) for r in room]
-        tree = tree.limit_depth(torch.tensor(self._allowed, device=self.device))
+        self._asked = asked
+        tree = tree.limit_depth(torch.tensor([min(asked, r) for r in room], device=self.device))
         return tree if whole else self._fitted(tree, spare)
 
     def _propose(
@@ -86,7 +85,6 @@ class Drafting:
         if spare is not None and self._asked > 0:
             shares = fair_shares(tree.num_drafted_B.tolist(), spare)
             tree = tree.limit_nodes(torch.tensor(shares, device=self.device))
-            self._allowed = [min(pair) for pair in zip(self._allowed, shares, strict=True)]
         return tree.trimmed()
 
     def show(
@@ -131,4 +129,4 @@ class Drafting:
         rounds = [row.completion.rounds[-1] for row in rows]
         seconds -= self._catch_up_seconds
         self._catch_up_seconds = 0.0
-        self.policy.learn(self._asked, self._allowed, rounds, seconds)
+        self.policy.learn(self._asked, rounds, seconds)

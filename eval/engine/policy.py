@@ -13,6 +13,9 @@ from headstart.eval.engine.drafters.base import FULL, Drafter, DraftLimit, Limit
 from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.records import Round
 
+FIRST_PROBE = 8
+"""Rounds before the first probe; each next one comes after twice as many, to probe_every."""
+
 
 class DraftPolicy:
     """Says before every round how deep it drafts; this one: as deep as the drafter goes."""
@@ -24,10 +27,8 @@ class DraftPolicy:
         """Return the limit of a round of so many rows; the drafter drafts `deepest` levels."""
         return FULL
 
-    def learn(
-        self, depth: int, allowed: Sequence[int], rounds: Sequence[Round], seconds: float
-    ) -> None:
-        """Learn from a round: the depth asked for, what each row had room for, how it went."""
+    def learn(self, depth: int, rounds: Sequence[Round], seconds: float) -> None:
+        """Learn from a round: the depth asked for, how it went in each row, the time it took."""
 
 
 class TablePolicy(DraftPolicy):
@@ -63,28 +64,34 @@ class SurvivalPolicy(DraftPolicy):
 class AdaptivePolicy(DraftPolicy):
     """Drafts to the depth of most tokens a second, by running estimates; 0 where none pays.
 
-    Every probe_every rounds a depth beside the best is tried, nothing at all included, so that
-    both estimates stay fresh and drafting comes back where it pays again. With a cost given, no
-    clock is read.
+    Every probe_every rounds (sooner at first) a depth beside the best is tried, nothing at all
+    included, so that both estimates stay fresh and drafting comes back where it pays again. It
+    begins with the deepest draft, none and one level, and does so again when the rows have doubled.
+    With a cost given, no clock is read.
     """
+
+    slack = 0.02
+    """A deeper draft must promise that much more; it is what measured times are sure to."""
 
     def __init__(self, cost: float | None, *, memory: int, probe_every: int) -> None:
         self.cost, self.probe_every = cost, probe_every
         self.acceptance, self.seconds = Acceptance(memory), RoundSeconds()
-        self._to_try: list[int] | None = None if cost is None else []
-        self._since_probe = 0
+        self._to_try: list[int] = []
+        self._tried_at, self._since_probe, self._probe_after = 0, 0, min(FIRST_PROBE, probe_every)
 
     def limit(self, rows: int, deepest: int) -> DraftLimit:
         """Return the best depth, or one to learn about."""
-        if self._to_try is None:  # a first pass of a shape does not count, the second does
-            self._to_try = [*dict.fromkeys((deepest, 0, 1))] * 2
+        if self.cost is None and rows >= 2 * self._tried_at:
+            # Twice, since a first pass of a shape does not count where there is a second.
+            self._to_try, self._tried_at = [*dict.fromkeys((deepest, 0, 1))] * 2, rows
         if self._to_try:
             return DraftLimit(depth=self._to_try.pop(0))
-        best = best_depth(self.acceptance.survival(deepest), self._costs(rows, deepest))
+        survival_K, costs_K1 = self.acceptance.survival(deepest), self._costs(rows, deepest)
+        best = best_depth(survival_K, costs_K1, slack=0.0 if self.cost else self.slack)
         self._since_probe += 1
-        if self._since_probe < self.probe_every:
+        if self._since_probe < self._probe_after:
             return DraftLimit(depth=best)
-        self._since_probe = 0
+        self._since_probe, self._probe_after = 0, min(2 * self._probe_after, self.probe_every)
         beside = {depth for depth in (0, best - 1, best + 1) if 0 <= depth <= deepest} - {best}
         return DraftLimit(depth=min(beside, key=lambda depth: self.seconds.last(rows, depth)))
 
@@ -93,11 +100,9 @@ class AdaptivePolicy(DraftPolicy):
             return [1 + depth * self.cost for depth in range(deepest + 1)]
         return [self.seconds.of(rows, depth) for depth in range(deepest + 1)]
 
-    def learn(
-        self, depth: int, allowed: Sequence[int], rounds: Sequence[Round], seconds: float
-    ) -> None:
+    def learn(self, depth: int, rounds: Sequence[Round], seconds: float) -> None:
         """Update both estimates."""
-        self.acceptance.add(allowed, rounds)
+        self.acceptance.add(depth, rounds)
         self.seconds.add(len(rounds), depth, seconds)
 
 

@@ -55,4 +55,6 @@ class Completion:
     """Wall time, prefill included."""
     latency: float = 0.0
     """Wall time where `seconds` is the prompt's share of a group's; 0 where they are the same."""
+    waited: float = 0.0
+    """Seconds before a row was free for it; wall time does not hold them."""
     rounds: list[Round] = field(default_factory=list)

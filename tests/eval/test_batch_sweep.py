@@ -1,5 +1,6 @@
-"""The batch sweep: both arms at each size, in whole groups, taking turns; and its command."""
+"""The batch sweep: both arms at each size, a queue for every row, in turns; and its command."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from training import save_target
 
 from headstart.eval import batch_bench, timing
 from headstart.eval.arms import paced
-from headstart.eval.batch_sweep import batch_sweep, policies_of, print_sweep, whole_groups
+from headstart.eval.batch_sweep import batch_sweep, policies_of, print_sweep, queues
 from headstart.eval.bench import benchmark
 from headstart.eval.engine.decode import decode
 from headstart.eval.engine.drafters.base import NoDrafter
@@ -32,11 +33,11 @@ def sweep(target, arms, prompts, **changes):
     return batch_sweep(target, arms, prompts, sampling=GREEDY, config=config, stop_ids=())
 
 
-def test_there_is_a_point_for_each_size_smallest_first_over_whole_groups(tiny):
+def test_there_is_a_point_for_each_size_smallest_first(tiny):
     prompts = suite(range(10), max_new_tokens=13)
     drafter = oracle(tiny, prompts.requests, 2)
     ((one, four),) = sweep(tiny, [arm("oracle", drafter)], prompts)
-    assert [(p.batch, p.prompts) for p in (one, four)] == [(1, 10), (4, 8)]
+    assert [(p.batch, p.prompts) for p in (one, four)] == [(1, 10), (4, 10)]
     assert one.tau == four.tau == 3.0
     assert one.mean_drafted == four.mean_drafted == 2.0
     for p in (one, four):
@@ -54,8 +55,8 @@ def test_the_arms_take_turns_at_each_size_in_a_rotating_order(monkeypatch):
 
     monkeypatch.setattr(timing, "decode", spy)
     arms = [arm("a", Script([1])), arm("b", Script([1, 2]))]
-    sweep(cycle(), arms, suite(range(4), max_new_tokens=3), batch_sizes=[2])
-    assert order[3:] == [(2, 1), (2, 2), (2, 3), (2, 2), (2, 3), (2, 1)]
+    sweep(cycle(), arms, suite([0] * 16, max_new_tokens=3), batch_sizes=[2])
+    assert order[3:] == [(8, 1), (8, 2), (8, 3), (8, 2), (8, 3), (8, 1)]
 
 
 def test_repeats_count_by_their_median(monkeypatch):
@@ -75,7 +76,27 @@ def test_repeats_count_by_their_median(monkeypatch):
 
 def test_a_batch_larger_than_the_suite_is_refused():
     with pytest.raises(ValueError, match="eval.batch_sizes=4: the suite has 3 prompts"):
-        whole_groups(suite([0, 1, 2], max_new_tokens=3).requests, 4)
+        queues(suite([0, 1, 2], max_new_tokens=3).requests, 4)
+
+
+def test_a_group_is_four_prompts_a_row_and_one_that_fills_no_batch_is_left_out():
+    prompts = suite([0] * 27, max_new_tokens=3).requests
+    assert [len(group) for group in queues(prompts, 3)] == [12, 12, 3]
+    assert [len(group) for group in queues(prompts[:26], 3)] == [12, 12]
+
+
+def test_a_batch_stays_full_while_prompts_wait_and_they_share_the_groups_time():
+    target, prompts = cycle(), suite([0] * 8, max_new_tokens=3).requests
+    uneven = [replace(r, max_new_tokens=3 + 2 * i) for i, r in enumerate(prompts)]
+    start = time.perf_counter()
+    done = timing.Runner(target, GREEDY, (), 2).decode(NoDrafter(), uneven)
+    took = time.perf_counter() - start
+    assert [c.prompt_id for c in done] == [r.prompt_id for r in uneven]
+    alone = [r.rows for c in done for r in c.rounds if r.rows < 2]
+    assert len(alone) == 8  # rows take 2 + 6 + 10 + 14 rounds, and 4 + 8 + 12 + 16
+    shares = {c.seconds for c in done}
+    assert len(shares) == 1
+    assert 0.5 * took < 8 * shares.pop() <= took
 
 
 def test_no_sizes_give_no_points():

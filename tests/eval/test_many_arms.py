@@ -110,6 +110,10 @@ def test_only_the_arms_asked_for_are_measured(root, tmp_path):
         "eagle-static7",
         "medusa-chain2",
     ]
+    assert sorted(evaluate(root, tmp_path / "chains", *trees, "eval.only=['*-chain2']")) == [
+        "eagle-chain2",
+        "medusa-chain2",
+    ]
     with pytest.raises(
         SystemExit, match="eval.only: no arm 'eagle'; expected some of medusa-chain2"
     ):
