@@ -29,7 +29,7 @@ def model() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Request]:
-    return requests(6, 18)
+    return requests(5, 12)
 
 
 @pytest.fixture(scope="module")

@@ -300,15 +300,22 @@ def _rerun(
     return outputs, again
 
 
+@pytest.fixture(scope="module")
+def recorded() -> Target:
+    """A target whose layers are recorded as on a GPU, by the stand-in."""
+    target = _target(compiled=False)
+    target.compiled = CompiledTarget(Compiler(Compilation(list(BOTH)), _rerun), target, "target")
+    return target
+
+
 @pytest.mark.parametrize("family", ["eagle3", "medusa", "draft model"])
 def test_recorded_layers_read_what_they_are_given_and_not_what_was_recorded(
-    eager: Target, family: str
+    eager: Target, recorded: Target, family: str
 ) -> None:
-    target, prompts = _target(compiled=False), requests(3, 16)
-    target.compiled = CompiledTarget(Compiler(Compilation(list(BOTH)), _rerun), target, "t")
-    drafter = _any_drafter(target, family)
-    assert tokens_of(run(target, drafter, prompts)) == tokens_of(run(eager, None, prompts))
-    assert _info(target).recordings > 0
+    prompts, before = requests(3, 16), _info(recorded).recordings
+    drafter = _any_drafter(recorded, family)
+    assert tokens_of(run(recorded, drafter, prompts)) == tokens_of(run(eager, None, prompts))
+    assert _info(recorded).recordings > before
 
 
 def test_a_recording_made_while_the_clock_runs_is_late() -> None:
