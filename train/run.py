@@ -1,6 +1,5 @@
 """`headstart train`: rows -> a head checkpoint, in one screen."""
 
-import copy
 import json
 import logging
 import os
@@ -17,36 +16,31 @@ from omegaconf import MISSING
 from torch import Tensor
 
 from headstart import __version__
-from headstart.data.capture import capture
 from headstart.data.features import FeatureSource, OnlineFeatures, PackedFeatures
 from headstart.data.packing import check_fits
-from headstart.data.rows import RowsMeta, check_rows, read_meta, read_rows, rows_hash
-from headstart.data.store import FeatureStore
-from headstart.data.store_key import capture_key
-from headstart.data.template import ChatTemplate, TokenRow
+from headstart.data.rows import RowsMeta, read_meta, rows_hash
+from headstart.data.template import TokenRow
 from headstart.eval.arms import head_drafter
-from headstart.eval.bench import quick_tau
-from headstart.eval.engine.decode import Request
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import TreeConfig
 from headstart.files import write_json
-from headstart.heads.base import DraftHead, HeadConfig, build_head, family_of
-from headstart.heads.checkpoint import check_pairing, info_for, load_head, save_head
+from headstart.heads.base import DraftHead, HeadConfig, family_of
+from headstart.heads.checkpoint import info_for, save_head
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
-from headstart.heads.vocab import DraftVocab
 from headstart.launch import LaunchConfig
 from headstart.train.backends import make_parallel
-from headstart.train.checkpoint import Checkpoints, Snapshot
+from headstart.train.checkpoint import Checkpoints
 from headstart.train.config import ParallelConfig, TrainConfig
+from headstart.train.evaluation import Evaluation, head_with
 from headstart.train.flops import head_flops, known_peak, target_flops
-from headstart.train.heldout import heldout_figures
 from headstart.train.loop import Hooks, train_head
 from headstart.train.meters import Meter
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.resume import SUMMARY, finished, going_on
 from headstart.train.sharded import Sharded
+from headstart.train.starting import feature_source, load_rows, new_head
 from headstart.train.tracking import LoggingConfig, make_tracker, tracked
 from headstart.train.zero import Zero
 
@@ -108,21 +102,20 @@ def train(target: Target, config: TrainRun) -> Progress:
     if heldout and config.train.eval_prompts:  # refuse what cannot draft or decode now
         target.check_decodes()
         head_drafter(head, target.parts, config.tree, SamplingConfig())
-    source = feature_source(target, rows, config, meta, head.aux_features)
-    if config.train.pack_tokens is not None:
-        source = PackedFeatures(source, config.train.pack_tokens)
-    evaluate = _Evaluation(target, config, heldout, parallel, head)
-    out = Path(config.out)
-    checkpoints = _checkpoints(config)
-    data = {
-        "rows_hash": rows_hash(rows),
-        "template_hash": meta.template_hash,
-        "target_fingerprint": target.fingerprint,
-        "draft_vocab": None if head.vocab is None else head.vocab.hash,
-        "init_from": start,
+    source = _source(target, rows, config, meta, head)
+    evaluate = Evaluation(target, config.train, config.tree, heldout, parallel, head)
+    out, checkpoints = Path(config.out), _checkpoints(config)
+    own = _identity(config) | {
+        "data": {
+            "rows_hash": rows_hash(rows),
+            "template_hash": meta.template_hash,
+            "target_fingerprint": target.fingerprint,
+            "draft_vocab": None if head.vocab is None else head.vocab.hash,
+            "init_from": start,
+        },
+        "device": parallel.device.type,
+        "heldout_hash": rows_hash(heldout),
     }
-    own = _identity(config) | {"data": data, "device": parallel.device.type}
-    own["heldout_hash"] = rows_hash(heldout)
     if parallel.is_main:
         out.mkdir(parents=True, exist_ok=True)
     resume = going_on(out, config.train, checkpoints, own, head, parallel)
@@ -133,31 +126,13 @@ def train(target: Target, config: TrainRun) -> Progress:
         len(rows),
         sum(source.lengths),
     )
-    trained_on = {
-        "rows": len(rows),
-        "tokens": sum(source.lengths),
-        "max_length": max(source.lengths),
-        "rows_hash": rows_hash(rows),
-        "rows_path": config.rows,
-        "init_from": start,
-    }
-
-    def save(weights: dict[str, Tensor], progress: Progress, name: str = "head") -> None:
-        trained = head_with(weights, head)
-        info = info_for(
-            trained,
-            target.name,
-            target.fingerprint,
-            template_hash=meta.template_hash,
-            step=progress.step,
-            tokens_seen=progress.tokens,
-            trained_on=trained_on | {"seconds": round(progress.seconds, 1)},
-        )
-        save_head(out / name, trained, info)
-
-    def keep(snapshot: Snapshot) -> None:
-        checkpoints.save(replace(snapshot, identity=own))
-
+    save = _Saver(out, target, head, meta, _trained_on(config, own, source, len(rows)))
+    hooks = Hooks(
+        evaluate,
+        save,
+        keep=lambda snapshot: checkpoints.save(replace(snapshot, identity=own)),
+        save_best=partial(save, name="best"),
+    )
     tags = [family_of(config.head), target.name]
     tracker = make_tracker(config.logging, out, tags, main=parallel.is_main)
     with tracked(tracker, asdict(config), resume.progress.step if resume else 0):
@@ -166,7 +141,7 @@ def train(target: Target, config: TrainRun) -> Progress:
             source,
             config.train,
             parallel=parallel,
-            hooks=Hooks(evaluate, save, keep, partial(save, name="best")),
+            hooks=hooks,
             tracker=tracker,
             resume=resume,
             meter=_meter(config, target, head, parallel),
@@ -176,6 +151,63 @@ def train(target: Target, config: TrainRun) -> Progress:
         write_json(out / SUMMARY, ended)
     log.info("checkpoint: %s", out / "head")
     return progress
+
+
+def _trained_on(
+    config: TrainRun, own: dict[str, Any], source: FeatureSource, rows: int
+) -> dict[str, Any]:
+    """Return what a head says of its training rows."""
+    return {
+        "rows": rows,
+        "tokens": sum(source.lengths),
+        "max_length": max(source.lengths),
+        "rows_hash": own["data"]["rows_hash"],
+        "rows_path": config.rows,
+        "init_from": own["data"]["init_from"],
+    }
+
+
+@dataclass
+class _Saver:
+    """Writes heads under `out` that say what they are and what they were trained on."""
+
+    out: Path
+    target: Target
+    head: DraftHead
+    meta: RowsMeta
+    trained_on: dict[str, Any]
+
+    def __call__(self, weights: dict[str, Tensor], progress: Progress, name: str = "head") -> None:
+        trained = head_with(weights, self.head)
+        info = info_for(
+            trained,
+            self.target.name,
+            self.target.fingerprint,
+            template_hash=self.meta.template_hash,
+            step=progress.step,
+            tokens_seen=progress.tokens,
+            trained_on=self.trained_on | {"seconds": round(progress.seconds, 1)},
+        )
+        save_head(self.out / name, trained, info)
+
+
+def _source(
+    target: Target, rows: Sequence[TokenRow], config: TrainRun, meta: RowsMeta, head: DraftHead
+) -> FeatureSource:
+    """Return the target online or stored features, packed where that is asked for."""
+    if config.train.features == "online":
+        if config.features is not None:
+            warnings.warn(
+                f"features={config.features} has no effect with train.features=online; drop one",
+                stacklevel=2,
+            )
+        source: FeatureSource = OnlineFeatures(target, rows, head.aux_features)
+    else:
+        directory = Path(config.features or f"{config.rows}-features")
+        source = feature_source(target, rows, directory, meta, head.aux_features)
+    return (
+        source if (tokens := config.train.pack_tokens) is None else PackedFeatures(source, tokens)
+    )
 
 
 def refuse_parts(parallel: Parallel, config: ParallelConfig, settings: TrainConfig) -> None:
@@ -227,189 +259,3 @@ def _identity(config: TrainRun) -> dict[str, Any]:
         "versions": versions,
     }
     return json.loads(json.dumps(known))
-
-
-def load_rows(directory: str, target: Target) -> tuple[Sequence[TokenRow], RowsMeta]:
-    """Read rows and refuse those of another tokenizer or chat template."""
-    rows, meta = read_rows(Path(directory))
-    check_rows(rows, target.shape.vocab_size)
-    template = ChatTemplate(target.tokenizer).hash
-    if meta.template_hash != template:
-        raise ValueError(
-            f"{directory}: rendered with chat template {meta.template_hash}, the target has "
-            f"{template}; make the rows again"
-        )
-    if meta.target_fingerprint != target.fingerprint:
-        warnings.warn(
-            f"{directory}: rows made for target {meta.target_fingerprint}, training for "
-            f"{target.fingerprint}: the answers are not this target's own",
-            stacklevel=2,
-        )
-    return rows, meta
-
-
-def draft_vocab(rows: Sequence[TokenRow], size: int | None, target: Target) -> DraftVocab | None:
-    """Pick the draft vocabulary from the supervised tokens of the training rows.
-
-    Rows of the model without a token of the tokenizer are never picked, whatever the rows hold.
-    """
-    if size is None:
-        return None
-    counts_V = torch.zeros(target.shape.vocab_size, dtype=torch.int64)
-    for row in rows:
-        ids = torch.tensor(row.token_ids)[torch.tensor(row.loss_mask).bool()]
-        counts_V += ids.bincount(minlength=len(counts_V))
-    stop_ids = ChatTemplate(target.tokenizer).stop_ids(target.stop_ids)
-    vocab = DraftVocab.from_counts(counts_V, size, forced=stop_ids, below=target.tokenizer_size)
-    covered = counts_V[vocab.ids_W].sum().item() / max(1, counts_V.sum().item())
-    unseen = vocab.ids_W[counts_V[vocab.ids_W] == 0].tolist()
-    fillers = len(set(unseen) - set(stop_ids))
-    log.info(
-        "draft vocabulary %s: %d of %d tokens cover %.2f %% of the answers (%d fillers)",
-        vocab.hash,
-        size,
-        len(counts_V),
-        100 * covered,
-        fillers,
-    )
-    return vocab
-
-
-def new_head(
-    config: HeadConfig, target: Target, rows: Sequence[TokenRow]
-) -> tuple[DraftHead, dict[str, Any] | None]:
-    """Make the head, and say what it starts from: None for fresh weights and vocabulary.
-
-    A head from `head.init_from` keeps its own draft vocabulary, whatever the rows: its rows mean
-    those tokens. Raises ValueError for a checkpoint of another target or of other options.
-    """
-    wanted = _own_options(config, target)
-    if config.init_from is None:
-        vocab = draft_vocab(rows, wanted.draft_vocab_size, target)
-        head = build_head(wanted, target.shape, vocab)
-        head.initialise(target.parts)
-        return head, None
-    path = Path(config.init_from)
-    head, info = load_head(path)
-    check_pairing(path, info, head, target, force=False)
-    if head.config != wanted:
-        changed = [k for k, v in vars(head.config).items() if getattr(wanted, k, None) != v]
-        raise ValueError(
-            f"head.init_from={path}: its head differs in {', '.join(changed) or 'family'}; "
-            "use the same head options"
-        )
-    kept = "the whole vocabulary" if head.vocab is None else f"draft vocabulary {head.vocab.hash}"
-    log.info("starting from %s at step %d, with %s", path, info.step, kept)
-    start = {"path": str(path), "step": info.step, "tokens_seen": info.tokens_seen}
-    return head.requires_grad_(True).train(), start
-
-
-def _own_options(config: HeadConfig, target: Target) -> HeadConfig:
-    """Return the options a head is built with: where it starts from is not one of them.
-
-    Where the model has more rows than the tokenizer has tokens, no draft vocabulary means that of
-    the tokenizer: its padding rows are in no answer, and their logits are nobody's choice.
-    """
-    own = copy.copy(config)
-    own.init_from = None
-    if own.draft_vocab_size is None and target.tokenizer_size < target.shape.vocab_size:
-        own.draft_vocab_size = target.tokenizer_size
-        log.info(
-            "the target has %d rows for the tokenizer's %d tokens: the others are never drafted",
-            target.shape.vocab_size,
-            target.tokenizer_size,
-        )
-    return own
-
-
-def feature_source(
-    target: Target,
-    rows: Sequence[TokenRow],
-    config: TrainRun,
-    meta: RowsMeta,
-    taps: Sequence[int] = (),
-) -> FeatureSource:
-    """Return stored features (captured now if they are not there yet) or the target online."""
-    if config.train.features == "online":
-        if config.features is not None:
-            warnings.warn(
-                f"features={config.features} has no effect with train.features=online; drop one",
-                stacklevel=2,
-            )
-        return OnlineFeatures(target, rows, taps)
-    directory = Path(config.features or f"{config.rows}-features")
-    if (directory / "index.json").exists():
-        log.info("features: %s is there already", directory)
-    else:
-        capture(target, rows, directory, meta=meta, taps=taps)
-    store = FeatureStore(directory, taps)
-    store.require(capture_key(target, rows, meta, taps))
-    return store
-
-
-def head_with(weights: dict[str, Tensor], like: DraftHead) -> DraftHead:
-    """Return a head of its own with these weights: what is saved and measured."""
-    with torch.random.fork_rng(devices=[]):  # its first weights must not move the run's chances
-        head = build_head(like.config, like.shape, like.vocab)
-    head.load_state_dict(weights)
-    return head
-
-
-class _Evaluation:
-    """Held-out loss and the real verifier's tau, on the head as it will be served."""
-
-    def __init__(
-        self,
-        target: Target,
-        config: TrainRun,
-        heldout: Sequence[TokenRow],
-        parallel: Parallel,
-        head: DraftHead,
-    ) -> None:
-        self.target, self.config, self.parallel, self.head = target, config, parallel, head
-        self.stop_ids = ChatTemplate(target.tokenizer).stop_ids(target.stop_ids)
-        self.figures: dict[str, float] = {}  # of the last evaluation
-        settings = config.train
-        spread = _spread(heldout, settings.eval_rows)
-        self.source = OnlineFeatures(target, spread, head.aux_features) if heldout else None
-        self.requests = [
-            _prompt_of(row, settings.eval_new_tokens)
-            for row in _spread(heldout, settings.eval_prompts)
-        ]
-        if not heldout and (settings.eval_every or settings.eval_prompts):
-            log.info("no heldout_rows: no held-out loss and no tau along the way")
-
-    def __call__(self, weights: dict[str, Tensor]) -> dict[str, float]:
-        self.figures = figures = {}
-        if self.source is not None:
-            head = head_with(weights, self.head).to(self.parallel.device)
-            figures |= heldout_figures(
-                head, self.source, self.config.train.batch_rows, self.parallel
-            )
-        if self.requests:
-            figures["heldout/tau_with_bonus_micro"] = self._tau(weights)
-        return figures
-
-    def _tau(self, weights: dict[str, Tensor]) -> float:
-        served = head_with(weights, self.head)
-        self.target.adopt(served)
-        greedy = SamplingConfig()
-        drafter = head_drafter(served, self.target.parts, self.config.tree, greedy)
-        return quick_tau(
-            self.target,
-            drafter,
-            self.requests,
-            sampling=greedy,
-            stop_ids=self.stop_ids,
-        )
-
-
-def _spread(rows: Sequence[TokenRow], count: int) -> Sequence[TokenRow]:
-    """Take `count` rows evenly over all of them: they are sorted by id, so by family."""
-    count = min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
-
-
-def _prompt_of(row: TokenRow, max_new_tokens: int) -> Request:
-    first = row.loss_mask.index(1)
-    return Request(row.row_id, tuple(row.token_ids[:first]), max_new_tokens)

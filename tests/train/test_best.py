@@ -48,7 +48,7 @@ def test_an_unknown_metric_is_refused():
 @pytest.mark.parametrize("taus", [[1.2, 1.9, 1.4], [1.9, 1.9, 1.1], [1.1, 1.2, 1.9]])
 def test_a_run_leaves_the_head_of_its_best_evaluation_beside_the_last(tmp_path, taus, monkeypatch):
     given = iter(taus)
-    monkeypatch.setattr("headstart.train.run.quick_tau", lambda *_, **__: next(given))
+    monkeypatch.setattr("headstart.train.evaluation.quick_tau", lambda *_, **__: next(given))
     train_job.write_rows(tmp_path)
     run = train_job.job(tmp_path, max_steps=6, eval_every=2, save_every=2, eval_prompts=2)
     run.train.max_steps = 5  # evaluated after steps 2, 4 and, as the last, 5

@@ -29,7 +29,8 @@ from headstart.heads.checkpoint import load_head
 from headstart.heads.load import TargetConfig
 from headstart.heads.target import Target
 from headstart.train.config import TrainConfig
-from headstart.train.run import TrainRun, draft_vocab, new_head, train
+from headstart.train.run import TrainRun, train
+from headstart.train.starting import draft_vocab, new_head
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 2},

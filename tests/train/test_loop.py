@@ -33,7 +33,8 @@ from headstart.train.heldout import heldout_figures
 from headstart.train.loop import Hooks, train_head
 from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
-from headstart.train.run import TrainRun, draft_vocab, train
+from headstart.train.run import TrainRun, train
+from headstart.train.starting import draft_vocab
 from headstart.train.step import train_step
 from headstart.train.tracking import JsonLines
 
@@ -475,7 +476,7 @@ def test_p54_an_evaluation_that_fails_is_seen_and_does_not_take_the_head_with_it
     def failing(*_: object, **__: object) -> float:
         raise RuntimeError("the evaluator failed")
 
-    monkeypatch.setattr("headstart.train.run.quick_tau", failing)
+    monkeypatch.setattr("headstart.train.evaluation.quick_tau", failing)
     with pytest.raises(RuntimeError, match="the evaluator failed"):
         train(chat_target(), job)
     assert load_head(Path(job.out) / "head")[1].step == 2
