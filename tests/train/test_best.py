@@ -50,7 +50,9 @@ def test_a_run_leaves_the_head_of_its_best_evaluation_beside_the_last(tmp_path, 
     given = iter(taus)
     monkeypatch.setattr("headstart.train.evaluation.quick_tau", lambda *_, **__: next(given))
     train_job.write_rows(tmp_path)
-    run = train_job.job(tmp_path, max_steps=6, eval_every=2, save_every=2, eval_prompts=2)
+    run = train_job.job(
+        tmp_path, max_steps=6, eval_every=2, save_every=2, eval_prompts=2, best_metric="tau"
+    )
     run.train.max_steps = 5  # evaluated after steps 2, 4 and, as the last, 5
     progress = train(chat_target(), run)
     step = [2, 4, 5][taus.index(max(taus))]
