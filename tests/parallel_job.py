@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import Tensor
 from training import CHAT_VOCAB, Line, chat_target, numbers_batch, random_rows, token_row
 
 from headstart.data.features import OnlineFeatures
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, FeatureBatch, LossSums
 from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
-from headstart.train.loop import Hooks, make_optimizer, train_head
+from headstart.train.loop import Hooks, train_head
+from headstart.train.optimizer import make_optimizer
 from headstart.train.parallel import Parallel
 from headstart.train.step import train_step
 
@@ -34,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 STEPS, WINDOW = 20, 4
 """Nine rows by fours: the last step of an epoch has one row, and rank 1 of two none."""
 UNSUPERVISED = token_row("row-zzz", list(range(20, 33)), 13)
+TEN = [[1 + i] * (1 + i % 3) for i in range(10)]
 ROWS = [*(row for row in random_rows(30, seed=3) if row.supervised > 4)][:8] + [UNSUPERVISED]
 
 
@@ -135,24 +137,61 @@ def assert_equal(have: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(value, want[name]), name
 
 
-def line_step(kind: str, world: int, clip: float) -> tuple[float, float, float]:
-    """P31: one supervised token of loss 4 on rank 0, three of loss 1 on rank 1."""
+def line_step(
+    kind: str, world: int, rows: Sequence[Sequence[int]], clip: float = 10.0
+) -> tuple[float, float, float]:
+    """Return loss, norm and gradient of a step of SGD; row r is rank r's."""
     parallel, _ = backend(kind, accumulation=2 // world, clip=clip)
     model, sgd = parallel.prepare(Line(), lambda head: torch.optim.SGD(head.parameters(), lr=1.0))
-    batches = [numbers_batch([4]), numbers_batch([1, 1, 1])][parallel.rank :: world]
+    batches = [numbers_batch(row) for row in rows][parallel.rank :: world]
     parts = chat_target().parts
     loss, norm = train_step(model, batches, parts, sgd, parallel, lr=1.0, clip=clip)
     moved = parallel.weights(model)
     return loss, norm, 1.0 - moved["w"].item() if moved else 0.0
 
 
-def line_in_bf16(kind: str, world: int) -> list[float]:
+class Numbers:
+    """A source of rows of which Line's losses can be read off."""
+
+    parts = chat_target().parts
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self.rows, self.lengths = rows, [len(row) for row in rows]
+
+    def batch(self, indices: Sequence[int]) -> FeatureBatch:
+        """Return the rows."""
+        return numbers_batch(*(self.rows[i] for i in indices), row_id=indices[0])
+
+
+def line_run(parallel: Parallel, config: TrainConfig, head: Line, rows: Any) -> list[float]:
+    """Train on rows and return the losses."""
+    hooks, losses = Hooks(lambda weights: {}, lambda weights, progress: None), Losses()
+    train_head(head, Numbers(rows), config, parallel=parallel, hooks=hooks, tracker=losses)
+    return losses.of("train/loss")
+
+
+def ten_rows(kind: str, world: int) -> list[float]:
+    """P26: ten micro-batches by fours."""
+    parallel, config = backend(kind, max_steps=3, accumulation=WINDOW // world, lr=1e-12)
+    return line_run(parallel, config, Line(), TEN)
+
+
+class Multiplying(Line):
+    """Takes note of the type that matrices are multiplied in."""
+
+    def forward(self, *arguments: Any) -> LossSums:
+        """Multiply, and go on."""
+        self.dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        return super().forward(*arguments)
+
+
+def line_in_bf16(kind: str, world: int) -> list[Any]:
     """P28: a hundred small steps under bf16 autocast, and after loading a hundred more."""
     weights, moments, seen = {"w": torch.ones(1)}, None, []
     for _ in range(2):
         parallel, _ = backend(kind, precision="bf16", accumulation=2 // world)
         model, optimizer = parallel.prepare(
-            Line(),
+            Multiplying(),
             lambda head: torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.0),
         )
         parallel.load_weights(model, weights)
@@ -163,7 +202,7 @@ def line_in_bf16(kind: str, world: int) -> list[float]:
             train_step(model, batches, chat_target().parts, optimizer, parallel, lr=1e-3, clip=1.0)
         weights, moments = parallel.weights(model), parallel.optimizer_state(model, optimizer)
         seen.append(weights["w"].item() if parallel.is_main else 0.0)
-    return seen
+    return [*seen, str(parallel.bare(model).dtype)]
 
 
 def uneven(kind: str, world: int) -> list[float]:
@@ -183,25 +222,21 @@ def uneven(kind: str, world: int) -> list[float]:
     return [*losses, time.perf_counter() - start]
 
 
+class Drawing(Line):
+    """Takes note of what it draws."""
+
+    def forward(self, *arguments: Any) -> LossSums:
+        """Draw a number, and go on."""
+        self.drawn = torch.rand((), generator=arguments[2]).item()
+        return super().forward(*arguments)
+
+
 def noise(kind: str) -> list[float]:
-    """Return the first number that every rank's noise generator draws in a run."""
+    """Return the number that every rank's noise generator draws first in a run."""
     parallel, config = backend(kind, max_steps=1)
-    drawn: list[float] = []
-
-    class Drawing(Line):
-        def forward(self, batch: Any, parts: Any, generator: Any, denominators: Any) -> Any:
-            drawn.append(torch.rand((), generator=generator).item())
-            return super().forward(batch, parts, generator, denominators)
-
-    class Ones:
-        parts, lengths = chat_target().parts, [1, 1]
-
-        def batch(self, indices: Any) -> Any:
-            return numbers_batch([1])
-
-    hooks = Hooks(lambda weights: {}, lambda weights, progress: None)
-    train_head(Drawing(), Ones(), config, parallel=parallel, hooks=hooks, tracker=Losses())
-    return parallel.gather(drawn[0])
+    head = Drawing()
+    line_run(parallel, config, head, [[1], [1]])
+    return parallel.gather(head.drawn)
 
 
 def target_hash() -> str:
@@ -225,8 +260,10 @@ def main(kind: str, directory: Path) -> None:
     for family in FAMILIES:
         found[family]["taken up"] = taken_up(kind, world, family, single[family])
     parts: dict[str, Callable[[], Any]] = {
-        "line": lambda: line_step(kind, world, clip=10.0),
-        "line, clipped": lambda: line_step(kind, world, clip=0.5),
+        "line": lambda: line_step(kind, world, [[4], [1, 1, 1]]),
+        "line, clipped": lambda: line_step(kind, world, [[4], [1, 1, 1]], clip=0.5),
+        "line, masked": lambda: line_step(kind, world, [[3], [0, 0]]),
+        "ten rows": lambda: ten_rows(kind, world),
         "line in bf16": lambda: line_in_bf16(kind, world),
         "uneven": lambda: uneven(kind, world),
         "noise": lambda: noise(kind),

@@ -41,6 +41,7 @@ DEFAULTS = {
     "accumulation": 2,
     "log_every": 1,
     "eval_prompts": 0,
+    "best_metric": "loss",
     "resume": "auto",
 }
 """Eight steps an epoch."""

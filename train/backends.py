@@ -83,7 +83,10 @@ def _deepspeed(
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         waiting.backend = "gloo"
-    options: dict[str, Any] = {"kwargs_handlers": [waiting]}
+    options: dict[str, Any] = {
+        "kwargs_handlers": [waiting],
+        "gradient_accumulation_steps": train.accumulation,
+    }
     if kind != "from_env":
         stage = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
         plugin = DeepSpeedPlugin(

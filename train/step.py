@@ -78,7 +78,9 @@ def global_sums(counts: list[dict[str, Tensor]], parallel: Parallel) -> dict[str
     total: dict[str, Tensor] = {}
     for one in counts:
         add(total, one)
-    return {name: parallel.sum(value) for name, value in total.items()}
+    flat = parallel.sum(torch.cat([value.flatten() for value in total.values()]))  # in one go
+    parts = flat.split([value.numel() for value in total.values()])
+    return {name: part.view_as(total[name]) for name, part in zip(total, parts, strict=True)}
 
 
 def add(total: dict[str, Tensor], more: dict[str, Tensor]) -> None:

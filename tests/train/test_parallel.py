@@ -11,21 +11,22 @@ from typing import Any
 import parallel_job
 import pytest
 import torch
-from parallel_job import FAMILIES, ROWS, STEPS
+from parallel_job import FAMILIES, ROWS, STEPS, TEN
 from training import CHAT_VOCAB
 
+from headstart.data.batching import Dealing, epoch_steps
 from headstart.train.backends import make_parallel
 from headstart.train.config import KINDS, ParallelConfig, TrainConfig
 
 TESTS = Path(parallel_job.__file__).parent
-ZERO = [
-    pytest.param(
-        kind,
-        marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is absent"),
-    )
-    for kind in ("zero1", "zero2", "zero3")
+ABSENT = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is absent")
+BACKENDS = [
+    "ddp",
+    "fsdp2",
+    pytest.param("zero1", marks=[ABSENT, pytest.mark.slow]),
+    pytest.param("zero2", marks=[ABSENT, pytest.mark.slow]),
+    pytest.param("zero3", marks=ABSENT),
 ]
-BACKENDS = ["ddp", "fsdp2", *ZERO]
 SAME = 1e-5
 """Relative, in fp32: sums are taken in another order."""
 
@@ -113,8 +114,23 @@ def test_p31_the_norm_that_is_clipped_is_the_global_one(several):
     assert several["line, clipped"] == pytest.approx([1.75, 1.75, 0.5], rel=1e-4)
 
 
+def test_p30_a_rank_whose_only_row_is_masked_adds_nothing_to_loss_and_count(several):
+    assert several["line, masked"] == pytest.approx([3.0, 3.0, 3.0], rel=1e-6)
+
+
+def test_p26_ten_micro_batches_by_fours_are_three_steps_with_their_own_counts(single, several):
+    assert len(several["ten rows"]) == 3
+    assert several["ten rows"] == pytest.approx(single["ten rows"], rel=1e-6)
+    windows = epoch_steps([len(row) for row in TEN], Dealing(1, 4), 0)
+    tokens = [[token for (row,) in window for token in TEN[row]] for window in windows]
+    assert sorted(len(window) for window in windows) == [2, 4, 4]
+    assert several["ten rows"] == pytest.approx([sum(t) / len(t) for t in tokens], rel=1e-6)
+
+
 def test_p28_weights_in_fp32_move_under_bf16_before_and_after_loading(several):
-    assert several["line in bf16"] == pytest.approx([0.9, 0.8], abs=1e-5)
+    *moved, dtype = several["line in bf16"]
+    assert moved == pytest.approx([0.9, 0.8], abs=1e-5)
+    assert dtype == "torch.bfloat16"
 
 
 def test_p30_ranks_with_rows_of_8_and_2000_tokens_end_in_seconds_and_agree(single, several):
@@ -187,8 +203,20 @@ def test_p57_accelerates_own_config_that_would_train_each_rank_alone_is_refused(
 
 
 @pytest.mark.slow
-def test_accelerates_own_config_trains_as_one_process_does(directory, single):
-    finished(start("from_env", directory, ACCELERATE_USE_CPU="true"))
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"ACCELERATE_USE_CPU": "true"},
+        pytest.param(
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+            marks=ABSENT,
+        ),
+    ],
+)
+def test_what_accelerate_is_configured_for_trains_as_one_process_does(
+    directory, single, environment
+):
+    finished(start("from_env", directory, **environment))
     have = read(directory, "from_env")
     for family in FAMILIES:
         assert have[family]["losses"] == pytest.approx(single[family]["losses"], rel=SAME)

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,11 +29,12 @@ from headstart.heads.base import families
 from headstart.heads.checkpoint import load_head
 from headstart.pipeline import Step, run_step
 from headstart.train.checkpoint import looks_whole
-from headstart.train.resume import changes, cut_lines, refuse_another_run
+from headstart.train.resume import changes, cut_lines, refuse_another_run, refuse_misfit
 from headstart.train.run import train
 
 TESTS = Path(train_job.__file__).parent
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+TIMED = re.compile("seconds|_per_s$|^time/|^memory/")
 FILES = ("weights.safetensors", "optimizer.safetensors", "random.safetensors")
 
 
@@ -73,23 +75,21 @@ def checkpoint(directory: Path, step: int) -> Path:
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
-    """Return all that metrics.jsonl says but for the time it took."""
+    """Return all that metrics.jsonl says but for the time and the memory it took."""
     texts = (directory / "out/metrics.jsonl").read_text().splitlines()
-    timed = {"seconds", "train/tokens_per_s"}
-    return [
-        {name: value for name, value in json.loads(text).items() if name not in timed}
-        for text in texts
-    ]
+    return [{n: v for n, v in json.loads(text).items() if not TIMED.search(n)} for text in texts]
 
 
 def assert_same_run(have: Path, want: Path, step: int = 20) -> None:
-    for name in FILES:
+    averages = ["ema.safetensors"] if (checkpoint(want, step) / "ema.safetensors").exists() else []
+    for name in [*FILES, *averages]:
         left, right = (load_file(checkpoint(place, step) / name) for place in (have, want))
         assert left.keys() == right.keys()
         for key in left:
             assert torch.equal(left[key], right[key]), f"{name}: {key}"
-    heads = [(place / "out/head/model.safetensors").read_bytes() for place in (have, want)]
-    assert heads[0] == heads[1]
+    for name in ("head", "best") if (want / "out/best").exists() else ("head",):
+        left, right = (place / "out" / name / "model.safetensors" for place in (have, want))
+        assert left.read_bytes() == right.read_bytes(), name
     assert lines(have) == lines(want)
     states = [read_json(checkpoint(place, step) / "state.json") for place in (have, want)]
     for state in states:
@@ -104,6 +104,16 @@ CASES = {
     "amid an epoch, with noise": {"head": "eagle", "save_every": 10, "eval_every": 5},
     "at an epoch's end": {"head": "medusa", "save_every": 8, "eval_every": 8},
     "packed rows": {"head": "eagle", "save_every": 10, "pack_tokens": 32},
+    "averages, the best by tau": {
+        "head": "eagle",
+        "save_every": 10,
+        "eval_every": 5,
+        "ema": 0.9,
+        "eval_prompts": 1,
+        "eval_new_tokens": 8,
+        "best_metric": "tau",
+    },
+    "muon": {"head": "eagle", "save_every": 10, "optimizer": "muon"},
     "an unrolled head": {"head": "eagle3", "save_every": 10, "batch_rows": 1},
 }
 
@@ -119,6 +129,8 @@ def test_p33_twenty_steps_are_ten_and_a_kill_and_ten_bit_for_bit(place, case, nu
     assert lines(killed)[-1]["step"] == 13  # three steps or more that nobody saved
     run(killed, **CASES[case])
     assert_same_run(killed, place)
+    best = read_json(checkpoint(killed, 20) / "state.json")["progress"]["best"]
+    assert (best is not None) == ("eval_every" in CASES[case])
 
 
 def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place, nursery):
@@ -270,6 +282,22 @@ def test_p33_other_rows_another_target_and_another_width_are_refused(place):
         train(chat_target(), config)
 
 
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"weight": torch.zeros(2, 8), "bias": torch.zeros(2)}, r"holds \(2, 8\) for weight, this"),
+        ({"weight": torch.zeros(2, 4)}, r"holds nothing for bias, this head \(2,\)"),
+        (
+            {"weight": torch.zeros(2, 4), "bias": torch.zeros(2), "more": torch.zeros(1)},
+            r"holds \(1,\) for more, this head nothing",
+        ),
+    ],
+)
+def test_p33_weights_of_another_width_or_head_are_refused_by_name(weights, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_misfit(Path("step-00000010"), weights, torch.nn.Linear(4, 2))
+
+
 def test_options_that_only_one_version_knows_are_no_change():
     old = {"config": {"train": {"lr": 1.0, "gone": 1}}, "versions": {"headstart": "0"}}
     new = {"config": {"train": {"lr": 1.0, "new": 2}}, "versions": {"headstart": "1"}}
@@ -378,7 +406,9 @@ def test_a_signal_leaves_a_head_and_a_checkpoint_that_the_run_goes_on_from(place
     stopped = another(place, "stopped")
     (process,) = nursery.start(stopped, slow=0.1, **options)
     metrics = stopped / "out/metrics.jsonl"
+    late = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert time.monotonic() < late, nursery.log.read_text()
         time.sleep(0.02)
     os.kill(process, number)
     assert nursery.wait() != [0]
