@@ -162,6 +162,7 @@ def _prepared(name: str, schema: type) -> Iterator[str | None]:
                 _prepare_run(name, schema, overrides, held)
             elif flags <= jobs.SWEEP_FLAGS:
                 fixed = [o for o in overrides if o not in flags]
+                sys.argv[1:] = ["-m", *fixed]  # Hydra takes flags before overrides only
                 directory = _prepare_sweep(name, fixed, held)
         yield directory
 

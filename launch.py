@@ -8,6 +8,7 @@ back, and a crash is a failed job. The process that starts ranks never computes.
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -218,7 +219,8 @@ def _overrides(out: str) -> list[str]:
 
 def quoted(value: str) -> str:
     """Return a string as a value that Hydra's override grammar reads back."""
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    # A backslash is one of the grammar's own only where a quote follows.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), value)
     return f"'{escaped}'"
 
 

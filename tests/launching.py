@@ -18,7 +18,7 @@ from headstart.data.rows import RowsMeta, RowsWriter
 from headstart.data.template import ChatTemplate
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
-LIMIT = 240  # seconds
+LIMIT = 600  # seconds; far above what a free machine takes
 SITE = """
 import os
 import sys
