@@ -24,7 +24,7 @@ from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, train_head
 from headstart.train.optimizer import make_optimizer
-from headstart.train.parallel import Parallel
+from headstart.train.parallel import Parallel, leave_group
 from headstart.train.step import train_step
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -276,6 +276,7 @@ def main(kind: str, directory: Path) -> None:
     if parallel.is_main:
         (directory / f"{kind}.json").write_text(json.dumps(found))
         torch.save(state, directory / f"{kind}.pt")
+    leave_group()
 
 
 if __name__ == "__main__":
