@@ -82,6 +82,8 @@ def trained(kind: str, world: int, family: str, state: dict[str, Any]) -> dict[s
     parallel, config = backend(kind, max_steps=STEPS, accumulation=WINDOW // world)
     # Every rank starts from other weights: rank 0's count.
     head = new_head(family, seed=parallel.rank)
+    if family == "eagle3" and world > 1:  # which must change nothing, whatever the backend
+        head.recompute_activations()
     kept, losses = watched(parallel), Losses()
     names = {name: weight.shape for name, weight in head.named_parameters()}
     progress = train_head(
