@@ -52,7 +52,7 @@ def start(kind: str, directory: Path, *, processes: int = 2, **more: str) -> sub
 def ended(job: subprocess.Popen) -> str:
     """Wait for a job and return what it said; a job that hangs is a failure, and is killed."""
     try:
-        return job.communicate(timeout=180)[0]
+        return job.communicate(timeout=300)[0]
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
