@@ -42,8 +42,14 @@ class Spoilt(Line):
 
     def __init__(self, spoils: bool) -> None:
         super().__init__()
-        if spoils:
-            self.w.register_hook(lambda gradient: gradient * float("nan"))
+        self.spoils = spoils
+
+    def forward(self, *arguments: Any) -> LossSums:
+        """Return Line's sums, and spoil what comes back through them."""
+        sums = super().forward(*arguments)
+        if self.spoils:
+            sums.numerators["line"].register_hook(lambda gradient: gradient * float("nan"))
+        return sums
 
 
 def accuracy(kind: str) -> dict[str, float]:

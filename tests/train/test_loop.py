@@ -433,7 +433,7 @@ def test_a_tree_deeper_than_the_head_is_refused_before_training(job):
 
 def test_a_directory_that_holds_a_head_is_refused(job):
     train(chat_target(), job)
-    with pytest.raises(ValueError, match="holds a head already; choose another directory"):
+    with pytest.raises(ValueError, match="holds training checkpoints already; go on with"):
         train(chat_target(), job)
 
 

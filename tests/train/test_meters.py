@@ -13,6 +13,7 @@ import pytest
 import torch
 from meter_job import ROWS
 from models import make_head, some_vocab
+from parallel_job import new_head
 from training import chat_target
 
 from headstart.data.features import OnlineFeatures
@@ -221,10 +222,9 @@ def test_p31_accuracy_over_ranks_is_a_quarter_and_never_a_mean_of_means(ranks):
 
 
 def test_p30_a_rank_whose_rows_teach_nothing_adds_nothing_and_nobody_waits_for_it(ranks):
-    head = head_of("medusa")
     batch = OnlineFeatures(chat_target(), ROWS[:1]).batch([0])
     parallel = single()
-    model, _ = parallel.prepare(head, meter_job.sgd)
+    model, _ = parallel.prepare(new_head("medusa"), meter_job.sgd)
     right = teacher_forced(model, [batch], chat_target().parts, parallel)
     assert right["train/alpha_overlap[0]"] > 0
     for found in ranks:

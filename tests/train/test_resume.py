@@ -146,13 +146,20 @@ def test_p33_a_kill_between_a_save_and_its_evaluation_loses_neither(place, nurse
     assert [line["step"] for line in lines(killed) if "heldout/loss" in line] == [5, 10, 10]
 
 
-def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place):
+@pytest.mark.parametrize("launcher", ["forks", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_p33_two_processes_are_killed_and_taken_up_bit_for_bit(place, launcher, nursery):
+    def ended(directory: Path, **more: object) -> bool:
+        if launcher == "torchrun":
+            return torchrun(directory, **options | more) == 0
+        nursery.start(directory, ranks=2, **options | more)
+        return nursery.wait() == [0, 0]
+
     options = {"head": "eagle", "kind": "ddp", "save_every": 10, "pack_tokens": 32, "batch_rows": 1}
-    assert torchrun(place, **options) == 0
+    assert ended(place)
     killed = another(place, "killed")
-    assert torchrun(killed, die_in_step=14, **options) != 0
+    assert not ended(killed, die_in_step=14)
     assert checkpoints(killed) == [10]
-    assert torchrun(killed, **options) == 0
+    assert ended(killed)
     assert_same_run(killed, place)
     assert len({name.split("/")[0] for name in load_file(checkpoint(place, 20) / FILES[2])}) == 2
 

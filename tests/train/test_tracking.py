@@ -275,7 +275,8 @@ def test_a_server_that_refuses_the_key_leaves_the_run_on_disk(
     track(tmp_path / "a", range(1, 4), "wandb")
     assert time.perf_counter() - started < 30
     assert "training goes on, the run is kept on disk" in caplog.text
-    assert streams(tmp_path / "a")[-1].column("train/step") == [1, 2, 3]
+    # What the attempt left is there too.
+    assert [1, 2, 3] in [run.column("train/step") for run in streams(tmp_path / "a")]
 
 
 def test_p62_without_a_key_nobody_is_asked_for_one_at_a_terminal(tmp_path, useless, monkeypatch):
