@@ -202,6 +202,11 @@ def choose_start(out: Path, resume: str, checkpoints: Checkpoints) -> tuple[Path
             refuse_occupied(out, checkpoints)
         return found
     path = Path(resume)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"train.resume={resume}: no such training checkpoint; use auto, never, or a directory "
+            "such as OUT/checkpoints/step-00000100"
+        )
     if path.resolve().parent == checkpoints.directory.resolve():
         _refuse_later(path, checkpoints)
     else:
