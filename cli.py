@@ -80,8 +80,9 @@ def register() -> None:
     from headstart.train.config import ParallelConfig, TrainConfig
     from headstart.train.tracking import LoggingConfig
 
-    families()  # every head family registers its own schema
     store = ConfigStore.instance()
+    for family, (node, _) in families().items():
+        store.store(group="head", name=f"base_{family}", node=node)
     groups = {
         "target": TargetConfig,
         "data": DataConfig,

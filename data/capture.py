@@ -16,6 +16,7 @@ from torch import Tensor
 from headstart.data.codec import KINDS, LAST, Codec, aux_name
 from headstart.data.features import make_features
 from headstart.data.import_cache import import_cache
+from headstart.data.lockstep import announce, announced, follow
 from headstart.data.rows import RowsMeta, read_rows
 from headstart.data.store_job import Pass, StoreJob
 from headstart.data.store_writer import write_store
@@ -24,6 +25,7 @@ from headstart.heads.base import FeatureBatch
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
 from headstart.launch import LaunchConfig
+from headstart.ranks import place
 
 BATCH_TOKENS = 4096  # tokens of a capture pass, padding included
 
@@ -72,20 +74,29 @@ def capture(
 ) -> None:
     """Run the target over all rows and store its states; shards already there are kept.
 
-    Under torchrun each process makes its share, and all return when the store is complete. Raises
+    Under torchrun each process makes its share, a target that they run together counting as one,
+    and all return when the store is complete. Raises
     ValueError when the disk cannot hold the features, when the directory holds others, and for
     token ids outside the target's vocabulary, taps outside its layers or states outside dtype.
     """
     taps = sorted(set(taps))
-    rounded = Codec.of(dtype, target.dtype).stored(LAST)
+    rounded, together = Codec.of(dtype, target.dtype).stored(LAST), target.tensor_ranks > 1
+
+    def features(some: list[int]) -> FeatureBatch:
+        return make_features(target, [rows[i] for i in some], some, taps, rounded=rounded)
 
     def passes(shard: list[int]) -> Iterator[Pass]:
-        for some in batches(shard, job.lengths):
-            made = make_features(target, [rows[i] for i in some], some, taps, rounded=rounded)
-            yield some, columns(made, [job.lengths[i] for i in some])
+        cut = batches(shard, job.lengths)
+        for some in announced(cut) if together else cut:
+            yield some, columns(features(some), [job.lengths[i] for i in some])
 
     job = StoreJob.of(target, rows, meta, taps, dtype, passes)
+    if together and place()[0] > 0:
+        follow(features)
+        return
     write_store(job, directory)
+    if together:
+        announce(None)
 
 
 def batches(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.packing import Layout
-from headstart.data.rows import row_lengths
-from headstart.data.template import TokenRow
+from headstart.data.token_row import TokenRow, row_lengths
 from headstart.heads.base import FeatureBatch
 from headstart.heads.chunks import PIECE, PIECE_CPU, slices
 from headstart.heads.parts import ReadOut, TargetParts
@@ -68,6 +67,12 @@ class PackedFeatures:
         if isinstance(self.source, OnlineFeatures):
             return self.source.batch(indices, layout)
         return layout.pack(self.source.batch(indices))
+
+
+def ranks_together(source: FeatureSource) -> int:
+    """Return how many ranks must ask a source for the same rows at the same time."""
+    inner = source.source if isinstance(source, PackedFeatures) else source
+    return inner.target.tensor_ranks if isinstance(inner, OnlineFeatures) else 1
 
 
 @torch.no_grad()

@@ -13,8 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from headstart.data.rows import row_lengths
-from headstart.data.template import TokenRow
+from headstart.data.token_row import TokenRow, row_lengths
 from headstart.heads.base import FeatureBatch
 
 WINDOW_TOKENS = 64  # packed rows' worth of tokens that are packed together

@@ -229,11 +229,6 @@ def read_rows(directory: Path) -> tuple[Rows, RowsMeta]:
     return rows, meta
 
 
-def row_lengths(rows: Sequence[TokenRow]) -> list[int]:
-    """Return the tokens of each row, without reading the rows where they lie on disk."""
-    return rows.lengths if isinstance(rows, Rows) else [len(row.token_ids) for row in rows]
-
-
 def rows_hash(rows: Iterable[TokenRow]) -> str:
     """Return 16 hex digits that name the content of the rows, read one by one."""
     if isinstance(rows, Rows) and rows.hash is not None:

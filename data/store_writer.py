@@ -67,7 +67,8 @@ def _refuse_another(job: StoreJob, directory: Path) -> None:
 
 def _fill(job: StoreJob, directory: Path, shards: dict[str, list[int]]) -> None:
     """Make this rank's share of the shards, wait for the others' and write the index."""
-    rank, world = place()
+    # Ranks that run the target together make one share, and the first of them is here.
+    rank, world = (number // job.target.tensor_ranks for number in place())
     write_json(directory / PLAN, {"key": job.key})
     started = time.perf_counter()
     if rank == 0:

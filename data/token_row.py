@@ -1,5 +1,6 @@
 """The training row that everything after rendering speaks of: token ids and their loss mask."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 CUT_SHORT = ("length", "context", "max_tokens")
@@ -27,3 +28,9 @@ class TokenRow:
     def coverage(self) -> float:
         """Supervised fraction of the row, between 0 and 1."""
         return self.supervised / len(self.token_ids)
+
+
+def row_lengths(rows: Sequence[TokenRow]) -> list[int]:
+    """Return the tokens of each row; rows that lie on disk know them without being read."""
+    known = getattr(rows, "lengths", None)
+    return [len(row.token_ids) for row in rows] if known is None else known

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from hydra.core.config_store import ConfigStore
 from torch import Tensor, nn
 
 from headstart.heads.loss_kinds import parse_loss
@@ -283,11 +282,10 @@ _FAMILIES: dict[str, tuple[type[HeadConfig], type[DraftHead]]] = {}
 
 
 def register(family: str, config: type[HeadConfig]) -> Callable[[HeadClass], HeadClass]:
-    """Register a head class under its family name and config class; feeds Hydra's ConfigStore."""
+    """Register a head class under its family name and config class."""
 
     def add(head: HeadClass) -> HeadClass:
         _FAMILIES[family] = (config, head)
-        ConfigStore.instance().store(group="head", name=f"base_{family}", node=config)
         return head
 
     return add

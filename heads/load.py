@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.files import atomic_directory, check_free_space, home, locked
 from headstart.heads import attention
+from headstart.heads.placement import KINDS, check_device_map, placement, refuse_offloaded
 from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,12 @@ class TargetConfig:
     """sdpa or eager: transformers' attention implementation (soft-capped attention needs eager)."""
     pack: bool = True
     """On a CPU, lay weights out for its matrix kernels; false leaves the model as it was loaded."""
+    parallel: str = "replicated"
+    """replicated: whole in every process; tensor: split over all processes by transformers' plan;
+    device_map: whole layers over the GPUs of one process. The last two do not decode."""
+    device_map: Any = "auto"
+    """device_map only: auto, balanced, balanced_low_0 (room for the head on the first GPU),
+    sequential, or a mapping of module names to devices."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -51,24 +58,46 @@ class TargetConfig:
             raise ValueError(
                 f"target.attention={self.attention}: tree masks need sdpa or eager attention"
             )
+        if self.parallel not in KINDS:
+            raise ValueError(f"target.parallel={self.parallel}: expected one of {', '.join(KINDS)}")
+        check_device_map(self.device_map)
+        if self.parallel != "device_map" and self.device_map != "auto":
+            warnings.warn(
+                f"target.device_map has no effect with target.parallel={self.parallel}; drop it",
+                stacklevel=3,
+            )
+        if self.parallel != "replicated" and self.device != "auto":
+            warnings.warn(
+                f"target.device={self.device} has no effect with target.parallel={self.parallel}; "
+                "drop it",
+                stacklevel=3,
+            )
 
 
 def load_target(config: TargetConfig) -> Target:
     """Load the target of a config, in eval mode and without gradients.
 
     Raises FileNotFoundError for a path or package that is not there (with the command that brings
-    it), ValueError for a model whose logits cannot be rebuilt from its hidden states.
+    it), ValueError for a model whose logits cannot be rebuilt from its hidden states; RuntimeError
+    where target.parallel does not fit the processes or the GPUs there are.
     """
     path = _resolve(config.path)
-    device = pick_device(config.device)
-    log.info("loading target %s in %s on %s", config.path, config.dtype, device)
     where = {"revision": config.revision} if config.revision else {}
+    placed = placement(config.parallel, config.device_map, path, **where)
+    device = pick_device(config.device)
+    place = config.parallel if placed else device
+    log.info("loading target %s in %s on %s", config.path, config.dtype, place)
     tokenizer = AutoTokenizer.from_pretrained(path, **where)
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[config.dtype], attn_implementation=ATTENTION[config.attention], **where
+        path,
+        dtype=DTYPES[config.dtype],
+        attn_implementation=ATTENTION[config.attention],
+        **where,
+        **placed,
     )
-    target = Target(model.to(device), tokenizer, name=config.path)
-    if config.pack:
+    refuse_offloaded(model)
+    target = Target(model if placed else model.to(device), tokenizer, name=config.path)
+    if config.pack and not placed:
         target.pack()
     return target
 

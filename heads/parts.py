@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import safe_open, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -80,10 +81,12 @@ class TargetParts:
     ) -> "TargetParts":
         """Take the parts out of a model; `embedding_output` gives hidden_states[0] of tokens.
 
+        They are whole, and on the device of the embedding, wherever the model's weights lie.
         Raises ValueError when hidden_states[0] is not a multiple of the embedding rows.
         """
         config = model.config.get_text_config()
-        embedding = model.get_input_embeddings().weight.detach()
+        rows_VD = model.get_input_embeddings().weight
+        embedding = whole(rows_VD)
         lm_head = model.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(model).__name__} has no output embeddings: not a causal LM")
@@ -91,9 +94,10 @@ class TargetParts:
         scale = float(getattr(config, "logit_scale", None) or 1.0)
         scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
-        readout = ReadOut(
-            lm_head.weight.detach(), None if bias is None else bias.detach(), scale, softcap
-        )
+        tied = lm_head.weight is rows_VD
+        weight_VD = embedding if tied else whole(lm_head.weight).to(embedding.device)
+        bias_V = None if bias is None else whole(bias).to(embedding.device)
+        readout = ReadOut(weight_VD, bias_V, scale, softcap)
         tokens = torch.arange(min(8, len(embedding)), device=embedding.device)[None]
         embed_scale = _embed_scale(embedding[tokens[0]], embedding_output(tokens)[0])
         return cls(embedding, embed_scale, readout)
@@ -143,6 +147,12 @@ class TargetParts:
         weight = tensors["readout"]
         readout = ReadOut(weight, tensors.get("bias"), float(scalars["scale"]), softcap)
         return cls(tensors.get("embedding", weight), float(scalars["embed_scale"]), readout)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Return a weight that is split over ranks as one (collective), any other as it is."""
+    weight = weight.detach()
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _in_training(hidden: Tensor, dtype: torch.dtype) -> bool:

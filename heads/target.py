@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.cache import KVCache
 from headstart.heads.packing import pack_linears
-from headstart.heads.parts import TargetParts
+from headstart.heads.parts import TargetParts, whole
 
 if TYPE_CHECKING:
     from headstart.heads.runtime import CompiledTarget
@@ -114,6 +114,10 @@ class Target:
         self.device, self.dtype = model.device, model.dtype
         self.layers = _layers(self.decoder, self.shape.num_layers)
         self.cannot_decode = _recurrent(model)
+        self.tensor_ranks: int = getattr(model, "_tp_size", None) or 1
+        """Processes that make each pass together; each holds a part of every layer."""
+        self.spread = len({weight.device for weight in model.parameters()}) > 1
+        """Whether layers lie on several devices."""
         self.windows = _attention_windows(self.config)
         parameters = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -153,7 +157,8 @@ class Target:
 
         mask None means causal (right-padded or packed rows; positions that restart separate packed
         documents). With a cache, `mask` is what `cache.open` returned. Raises ValueError for a tap
-        outside 0 < s < L: at s = L the stored entry is post-norm and is `hidden_BTD`.
+        outside 0 < s < L: at s = L the stored entry is post-norm and is `hidden_BTD`. Collective
+        over `tensor_ranks`, which must be given the same tokens.
         """
         self.check_taps(taps)
         aux: dict[int, Tensor] = {}
@@ -170,7 +175,9 @@ class Target:
         finally:
             for hook in hooks:
                 hook.remove()
-        return TargetOutput(output.last_hidden_state, aux)
+        # From whichever device holds the layer.
+        aux = {s: states_BTD.to(self.device) for s, states_BTD in aux.items()}
+        return TargetOutput(output.last_hidden_state.to(self.device), aux)
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raise ValueError for a tap outside 0 < s < L."""
@@ -190,13 +197,9 @@ class Target:
     def new_cache(self, batch: int, max_len: int, max_nodes: int) -> KVCache:
         """Make an empty cache for `batch` rows of up to `max_len` tokens and trees of `max_nodes`.
 
-        Raises ValueError for a target whose state cannot be rolled back.
+        Raises ValueError for a target that cannot decode.
         """
-        if self.cannot_decode:
-            raise ValueError(
-                f"{self.name}: {self.cannot_decode} cannot be rolled back after a rejected draft; "
-                "only training from captured features works with this target"
-            )
+        self.check_decodes()
         if self.compiled is not None:
             self.compiled.prepare(batch)
         return KVCache(
@@ -208,6 +211,20 @@ class Target:
             windows=self.windows,
             num_layers=self.shape.num_layers,
         )
+
+    def check_decodes(self) -> None:
+        """Raise ValueError for a state that cannot be rolled back, or weights in several places."""
+        if self.cannot_decode:
+            raise ValueError(
+                f"{self.name}: {self.cannot_decode} cannot be rolled back after a rejected draft; "
+                "only training from captured features works with this target"
+            )
+        if self.tensor_ranks > 1 or self.spread:
+            where = f"{self.tensor_ranks} processes" if self.tensor_ranks > 1 else "several devices"
+            raise ValueError(
+                f"{self.name}: its weights lie on {where}, and decoding runs on one; train without "
+                "it (train.eval_prompts=0), and decode with target.parallel=replicated"
+            )
 
     def pass_over(
         self,
@@ -262,7 +279,7 @@ class Target:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, self.shape.vocab_size, (1, 16), generator=generator)
         tokens = tokens.to(self.device)
-        want = self.model(input_ids=tokens, use_cache=False).logits.float()
+        want = self.model(input_ids=tokens, use_cache=False).logits.float().to(self.device)
         have = self.readout(self.forward(tokens).hidden_BTD).float()
         error = ((have - want).abs().max() / want.abs().max().clamp(min=1e-6)).item()
         limit = 1e-4 if self.dtype in (torch.float32, torch.float64) else 2e-2
@@ -290,7 +307,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
         digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     named = sorted(model.named_parameters(), key=lambda item: item[0])
     for name, weight in named:
-        sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64]
+        sample = whole(weight).flatten()[:: max(1, weight.numel() // 64)][:64]
         grid = (sample.to(torch.bfloat16).float() * 4096).round().to(torch.int64)
         digest.update(name.encode() + json.dumps(grid.tolist()).encode())
     return digest.hexdigest()[:16]

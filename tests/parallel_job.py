@@ -22,7 +22,8 @@ from headstart.data.features import OnlineFeatures
 from headstart.heads.base import DraftHead, FeatureBatch, LossSums
 from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
-from headstart.train.loop import Hooks, make_optimizer, train_head
+from headstart.train.loop import Hooks, train_head
+from headstart.train.optimizer import make_optimizer
 from headstart.train.parallel import Parallel
 from headstart.train.step import train_step
 

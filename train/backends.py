@@ -84,8 +84,8 @@ def _deepspeed(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         waiting.backend = "gloo"
     options: dict[str, Any] = {
-        "gradient_accumulation_steps": train.accumulation,
         "kwargs_handlers": [waiting],
+        "gradient_accumulation_steps": train.accumulation,
     }
     if kind != "from_env":
         stage = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}

@@ -45,7 +45,7 @@ class TrainConfig:
     """Decay of an average of the weights, such as 0.999, which is then evaluated and saved in their
     place; null keeps none."""
     batch_rows: int = 4
-    """Rows a micro-batch."""
+    """Rows a micro-batch, on average: long rows share one with fewer, short ones with more."""
     accumulation: int = 1
     """Micro-batches an optimizer step."""
     pack_tokens: int | None = None

@@ -7,7 +7,12 @@ import torch
 
 from headstart.data.ahead import read_ahead
 from headstart.data.batching import Dealing, MicroBatch, steps_forever
-from headstart.data.features import FeatureSource, OnlineFeatures, PackedFeatures
+from headstart.data.features import (
+    FeatureSource,
+    OnlineFeatures,
+    PackedFeatures,
+    ranks_together,
+)
 from headstart.heads.base import FeatureBatch
 from headstart.train.clock import StageClock
 from headstart.train.config import TrainConfig
@@ -27,9 +32,11 @@ def loaded_steps(
 ) -> Iterator[Fed]:
     """Yield ((epoch, micro-batches), their features) of one optimizer step after the other.
 
-    The first is the one after `progress`. Closing the iterator ends its threads. The passes of an
+    The first is the one after `progress`. Ranks that run the target together get the same rows,
+    which count on the first of them alone. Closing the iterator ends its threads. The passes of an
     online target are a stage of their own to the clock.
     """
+    together = ranks_together(source)
     online = source.source if isinstance(source, PackedFeatures) else source
     if isinstance(online, OnlineFeatures):
         online.stage = clock
@@ -38,9 +45,12 @@ def loaded_steps(
         config.accumulation,
         config.seed,
         config.pack_tokens,
-        parallel.rank,
-        parallel.world,
+        parallel.rank // together,
+        parallel.world // together,
     )
+    steps = steps_forever(source.lengths, dealing, progress.epoch, progress.in_epoch)
+    if parallel.rank % together:
+        steps = ((epoch, [replace(m, filler=True) for m in window]) for epoch, window in steps)
 
     # The target is not run beside the step: evaluation uses it too, and its taps are hooks.
     workers = config.workers if config.features == "captured" else 0
@@ -50,7 +60,6 @@ def loaded_steps(
         batches = [_features(source, micro) for micro in step[1]]
         return [batch.pinned() for batch in batches] if pinned else batches
 
-    steps = steps_forever(source.lengths, dealing, progress.epoch, progress.in_epoch)
     return read_ahead(steps, load, workers)
 
 

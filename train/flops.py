@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 
-from headstart.eval.plan_model import measure_model
 from headstart.heads.base import DraftHead
 from headstart.heads.target import Target
 from headstart.train.optimizer import READOUT
@@ -64,6 +63,8 @@ def target_flops(target: Target) -> StepFlops:
 
     Raises ValueError for an architecture whose weights cannot be told apart.
     """
+    from headstart.eval.plan_model import measure_model  # brings the configuration's packages
+
     readout = target.shape.vocab_size * target.shape.hidden_size
     active = measure_model(target.name, target.model).active_parameters
     return StepFlops(2.0 * (active - readout), 2.0 * readout)
@@ -84,9 +85,9 @@ def peak_of(name: str, dtype: str) -> float | None:
     if re.search(OTHER_BOARDS, name):
         return None
     for path in sorted(files("headstart.conf").joinpath("hardware").iterdir(), key=str):
-        preset = OmegaConf.create(path.read_text(encoding="utf-8"))
+        preset = yaml.safe_load(path.read_text(encoding="utf-8"))
         chip = re.match(r"(RTX )?\S+", preset.get("name", ""))
         if chip and re.search(rf"\b{chip.group()}\b", name.replace("-", " ")):
-            tflops = preset.tflops.get(dtype)
+            tflops = preset["tflops"].get(dtype)
             return None if tflops is None else tflops * 1e12
     return None

@@ -95,12 +95,18 @@ def train(target: Target, config: TrainRun) -> Progress:
     refuse_parts(parallel, config.parallel, config.train)
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
+    if heldout and target.tensor_ranks > 1:
+        raise ValueError(
+            f"heldout_rows={config.heldout_rows}: evaluation runs on one rank and a "
+            "target.parallel=tensor target on all together; set heldout_rows=null"
+        )
     if config.train.pack_tokens is not None:
         check_fits(rows, config.train.pack_tokens)
     head, start = new_head(config.head, target, rows)
     if config.train.activation_checkpointing:
         head.recompute_activations()
-    if heldout and config.train.eval_prompts:  # refuse a tree that the head cannot draft now
+    if heldout and config.train.eval_prompts:  # refuse what cannot draft or decode now
+        target.check_decodes()
         head_drafter(head, target.parts, config.tree, SamplingConfig())
     source = feature_source(target, rows, config, meta, head.aux_features)
     if config.train.pack_tokens is not None:

@@ -35,7 +35,7 @@ from headstart.heads.target import TargetShape
 from headstart.heads.ttt import Unroll
 from headstart.train.backends import make_parallel
 from headstart.train.config import PRECISIONS, ParallelConfig, TrainConfig
-from headstart.train.loop import make_optimizer
+from headstart.train.optimizer import make_optimizer
 from headstart.train.step import train_step
 
 STEPS, LAYERS = 3, 28
