@@ -28,8 +28,9 @@ from headstart.files import read_json
 from headstart.heads.base import families
 from headstart.heads.checkpoint import load_head
 from headstart.pipeline import Step, run_step
+from headstart.train.changes import changes, refuse_another_run
 from headstart.train.checkpoint import looks_whole
-from headstart.train.resume import changes, cut_lines, refuse_another_run, refuse_misfit
+from headstart.train.resume import cut_lines, refuse_misfit
 from headstart.train.run import train
 
 TESTS = Path(train_job.__file__).parent
