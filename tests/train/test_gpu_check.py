@@ -9,6 +9,8 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
+LIMIT = ("--limit", "300")
+"""A busy machine may take longer to load torch than a part may take on one with a GPU."""
 ABSENT = ["hydra", "omegaconf", "datasets", "pyarrow", "wandb", "rich", "matplotlib", "scipy"] + [
     "deepspeed",
     "gguf",
