@@ -30,6 +30,9 @@ class Hiding:
             return None
         return self.finder.find_spec(name, path, target)
 
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
 sys.meta_path = [Hiding(finder) for finder in sys.meta_path]
 """
 
