@@ -51,7 +51,6 @@ def loaded_steps(
     steps = steps_forever(source.lengths, dealing, progress.epoch, progress.in_epoch)
     if parallel.rank % together:
         steps = ((epoch, [replace(m, filler=True) for m in window]) for epoch, window in steps)
-
     # The target is not run beside the step: evaluation uses it too, and its taps are hooks.
     workers = config.workers if config.features == "captured" else 0
     pinned = workers > 0 and parallel.device.type == "cuda"  # by the thread that reads ahead
