@@ -59,8 +59,9 @@ def run_job(
     try:
         result = work()
     except Exception as error:
-        log.error("%s failed: %s", directory, error, exc_info=not isinstance(error, USER_ERRORS))
-        reason = f"{type(error).__name__}: {error}"
+        told = isinstance(error, USER_ERRORS)
+        log.error("%s failed: %s", directory, error, exc_info=not told)
+        reason = str(error) if told else f"{type(error).__name__}: {error}"
     seconds = round(time.perf_counter() - started, 1)
     status = "finished" if reason is None else "failed"
     outcome = Outcome(directory.name, list(overrides), status, reason, seconds, settings)
@@ -92,9 +93,11 @@ def end_sweep(directory: Path) -> str | None:
     if not rows:
         return None
     (directory / ROWS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    common = set.intersection(*(set(row.overrides) for row in rows)) if len(rows) > 1 else set()
     for row in rows:
+        own = " ".join(override for override in row.overrides if override not in common)
         told = f"failed: {row.reason}" if row.reason else f"finished in {row.seconds:.0f} s"
-        log.info("%s (%s): %s", row.job, " ".join(row.overrides), told)
+        log.info("%s (%s): %s", row.job, own, told)
     failed = [row for row in rows if row.status == "failed"]
     if not failed:
         return None

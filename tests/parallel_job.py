@@ -24,7 +24,7 @@ from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, train_head
 from headstart.train.optimizer import make_optimizer
-from headstart.train.parallel import Parallel
+from headstart.train.parallel import Parallel, leave_group
 from headstart.train.step import train_step
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -82,6 +82,8 @@ def trained(kind: str, world: int, family: str, state: dict[str, Any]) -> dict[s
     parallel, config = backend(kind, max_steps=STEPS, accumulation=WINDOW // world)
     # Every rank starts from other weights: rank 0's count.
     head = new_head(family, seed=parallel.rank)
+    if family == "eagle3" and world > 1:  # which must change nothing, whatever the backend
+        head.recompute_activations()
     kept, losses = watched(parallel), Losses()
     names = {name: weight.shape for name, weight in head.named_parameters()}
     progress = train_head(
@@ -276,6 +278,7 @@ def main(kind: str, directory: Path) -> None:
     if parallel.is_main:
         (directory / f"{kind}.json").write_text(json.dumps(found))
         torch.save(state, directory / f"{kind}.pt")
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -58,6 +58,17 @@ def test_p57_ranks_of_torchrun_that_start_a_second_apart_share_directory_and_log
     assert_one_run(root / "apart")
 
 
+@pytest.mark.slow
+def test_p57_ranks_that_accelerate_launch_starts_train_as_one(root, training):
+    """Its --multi_gpu is what makes it start ranks, of CPUs too; --cpu starts a single process."""
+    launch = ("accelerate.commands.launch", "--num_machines=1", "--num_processes=2")
+    plain = ("--mixed_precision=no", "--dynamo_backend=no", "--multi_gpu", "-m", "headstart")
+    (root / "accelerated").mkdir()
+    there = ["parallel=ddp", "out=accelerated/run"]
+    finish(start(root, [*training, *there], module=(*launch, *plain)))
+    assert_one_run(root / "accelerated")
+
+
 def test_two_machines_meet_at_the_first_and_share_its_directory(root, training):
     there = ["parallel=ddp", "launch.nodes=2", "launch.master_address=127.0.0.1", "out=two"]
     port = f"launch.master_port={free_port()}"

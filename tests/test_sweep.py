@@ -111,7 +111,7 @@ def fail() -> None:
 
 def test_a_failed_job_is_a_row_with_its_reason_and_is_run_again(tmp_path):
     assert job(tmp_path / "0", {"lr": 1}, fail) is None
-    assert "1 of 1 jobs failed: 0 (RuntimeError: no luck)" in sweep.end_sweep(tmp_path)
+    assert "1 of 1 jobs failed: 0 (no luck)" in sweep.end_sweep(tmp_path)
     assert job(tmp_path / "0", {"lr": 1}) == 1.0
     assert sweep.end_sweep(tmp_path) is None
     (row,) = rows(tmp_path)

@@ -5,7 +5,8 @@ weights.safetensors    the head's tensors by name, fp32
 optimizer.safetensors  PARAMETER/STATE in fp32, whole, whatever the parallel kind
 random.safetensors     RANK/GENERATOR: the states of every rank's random generators
 ema.safetensors        averaged weights by name, where the run keeps them
-state.json             how far the run is, its best figure, and what the run is
+state.json             how far the run is, of which the learning rate follows, its best figure, and
+                       what the run is
 manifest.json          size and SHA-256 of each of these
 A directory of that name is whole: it is written beside, flushed to disk and renamed. What is read
 is checked all the same: disks and copies are not as careful.

@@ -83,7 +83,8 @@ class TrainConfig:
     """auto: go on from the newest whole training checkpoint in out, if there is one; never: refuse
     an out that holds one; or the directory of a training checkpoint."""
     log_every: int = 10
-    """Optimizer steps between lines of metrics.jsonl."""
+    """Optimizer steps between lines of metrics.jsonl; each takes a pass forth of its own, for the
+    acceptance by depth that teacher forcing predicts."""
     peak_tflops: float | None = None
     """Peak of one device in 10^12 FLOPs a second, for the use made of it (MFU); null takes it from
     conf/hardware where the device is known."""

@@ -23,7 +23,7 @@ import torch
 from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.optimizer import make_optimizer
-from headstart.train.parallel import Parallel
+from headstart.train.parallel import leave_group
 from headstart.train.step import train_step
 from headstart.train.step_bench import Sizes, make
 
@@ -81,13 +81,7 @@ def work(kind: str, run: Run, meeting: Path, place: int, of: int) -> None:
     steps(run.steps)
     seconds = time.perf_counter() - start
     (meeting / f"seconds-{place}").write_text(json.dumps(seconds))
-    _leave(parallel)
-
-
-def _leave(parallel: Parallel) -> None:
-    parallel.barrier()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_group()
 
 
 def meet(meeting: Path, place: int, of: int) -> None:

@@ -38,7 +38,10 @@ class Zero(Parallel):
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def clip_and_step(self, model: nn.Module, optimizer: Optimizer, clip: float) -> Tensor:
-        """Let the engine clip, by the norm it was configured with, and update; return the norm."""
+        """Let the engine clip, by the norm it was configured with, and update; return the norm.
+
+        It updates whatever the norm is: one that is not finite ends the run after the fact.
+        """
         model.step()
         return torch.as_tensor(model.get_global_grad_norm())
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -39,15 +40,28 @@ def start(kind: str, directory: Path, *, processes: int = 2, **more: str) -> sub
     launcher = torchrun if processes > 1 else []
     command = [sys.executable, "-m", *launcher, "parallel_job", kind, str(directory)]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
-def finished(job: subprocess.Popen) -> str:
-    """Wait for a job and return what it said; a job that hangs is a failure."""
-    said, _ = job.communicate(timeout=180)
+def ended(job: subprocess.Popen) -> str:
+    """Wait for a job and return what it said; a job that hangs is a failure, and is killed."""
+    try:
+        return job.communicate(timeout=300)[0]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def finished(job: subprocess.Popen) -> None:
+    """Wait for a job that has to succeed."""
+    said = ended(job)
     assert job.returncode == 0, said[-4000:]
-    return said
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +211,7 @@ def test_a_kind_that_there_is_not_is_one_sentence():
 def test_p57_accelerates_own_config_that_would_train_each_rank_alone_is_refused(directory):
     """On CPUs it does, unless told that they are what to use."""
     job = start("from_env", directory)
-    said, _ = job.communicate(timeout=120)
+    said = ended(job)
     assert job.returncode != 0
     assert "2 processes were started, accelerate sees 1; set ACCELERATE_USE_CPU=true" in said
 

@@ -28,8 +28,9 @@ from headstart.files import read_json
 from headstart.heads.base import families
 from headstart.heads.checkpoint import load_head
 from headstart.pipeline import Step, run_step
+from headstart.train.changes import changes, refuse_another_run
 from headstart.train.checkpoint import looks_whole
-from headstart.train.resume import changes, cut_lines, refuse_another_run, refuse_misfit
+from headstart.train.resume import cut_lines, refuse_misfit
 from headstart.train.run import train
 
 TESTS = Path(train_job.__file__).parent
@@ -387,7 +388,7 @@ def test_going_back_over_a_later_checkpoint_is_refused(place):
 
 
 def test_a_named_checkpoint_that_is_not_there_is_an_error(place):
-    with pytest.raises(FileNotFoundError, match=r"nowhere.*manifest\.json: no such file"):
+    with pytest.raises(FileNotFoundError, match="nowhere: no such training checkpoint; use auto"):
         run(place, head="medusa", resume=str(place / "nowhere"))
 
 
