@@ -70,7 +70,7 @@ class AdaptivePolicy(DraftPolicy):
     With a cost given, no clock is read.
     """
 
-    slack = 0.02
+    slack = 0.04
     """A deeper draft must promise that much more; it is what measured times are sure to."""
 
     def __init__(self, cost: float | None, *, memory: int, probe_every: int) -> None:
