@@ -19,7 +19,7 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.intervals import Interval
 from headstart.eval.metrics import DEFINITIONS, Value
 from headstart.files import read_json, write_json, write_text
-from headstart.heads.compiled import Compilation
+from headstart.heads.runtime import Compilation
 
 SCHEMA_VERSION = 3
 LOSSLESS_SCHEMES = ("a", "a1", "b", "c", "c1", "d")

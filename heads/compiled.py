@@ -18,24 +18,7 @@ from torch.utils import _pytree as pytree
 from headstart.heads.cache import KVCache
 from headstart.heads.graphs import Call, Graph, Source, make_graph, operations, read_call
 from headstart.heads.replay import Buffers, Recorder, Replays
-
-
-@dataclass
-class Compilation:
-    """What a compiled runtime made, for the record of a measurement."""
-
-    parts: list[str]
-    """What was to be compiled: target, drafter."""
-    networks: list[str] = field(default_factory=list)
-    """What was: the target, then heads and draft models of all arms; a drafter of text has none."""
-    graphs: int = 0
-    seconds: float = 0.0
-    """Seconds spent tracing and compiling, none of them on a measurement's clock."""
-    recordings: int = 0
-    """CUDA graphs recorded, where there is a GPU: one a layer for each exact size."""
-    late: int = 0
-    """Graphs or recordings made while the clock ran: they spoil the times of the prompts they met.
-    """
+from headstart.heads.runtime import Compilation
 
 
 class Layer:

@@ -23,7 +23,7 @@ from headstart.heads.packing import pack_linears
 from headstart.heads.parts import TargetParts, whole
 
 if TYPE_CHECKING:
-    from headstart.heads.runtime import CompiledTarget
+    from headstart.heads.compiled_target import CompiledTarget
 
 AUX_CONVENTION = "hidden_states[s]"  # s = input of layer s; stored with every artifact
 ATTENTION_KINDS = ("full_attention", "sliding_attention")

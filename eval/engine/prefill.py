@@ -174,12 +174,13 @@ class Prefill:
 def of_like_length(lengths: Sequence[int]) -> list[list[int]]:
     """Split rows into groups whose padding is at most a third of their prompts, shortest first."""
     groups: list[list[int]] = [[]]
+    real = 0  # tokens of the last group, without padding
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        group = groups[-1]
-        real = sum(lengths[i] for i in group) + lengths[index]
-        if 3 * (len(group) + 1) * lengths[index] > 4 * real:
+        if 3 * (len(groups[-1]) + 1) * lengths[index] > 4 * (real + lengths[index]):
             groups.append([])
+            real = 0
         groups[-1].append(index)
+        real += lengths[index]
     return groups
 
 
@@ -189,10 +190,11 @@ def within(lengths: Sequence[int], budget: int) -> list[list[int]]:
     A prompt longer than the budget is a group of its own, read in several passes.
     """
     groups: list[list[int]] = [[]]
+    longest = 0  # tokens of the last group's longest prompt
     for index, length in enumerate(lengths):
-        group = groups[-1]
-        longest = max([length, *(lengths[i] for i in group)])
-        if group and (len(group) + 1) * longest > budget:
+        longest = max(longest, length)
+        if groups[-1] and (len(groups[-1]) + 1) * longest > budget:
             groups.append([])
+            longest = length
         groups[-1].append(index)
     return groups

@@ -23,7 +23,7 @@ from headstart.eval.report import markdown_report, write_report
 from headstart.eval.report_content import content
 from headstart.eval.report_warnings import warnings
 from headstart.eval.result import Category, Counts, DrafterInfo, Result, Run, Sample
-from headstart.heads.compiled import Compilation
+from headstart.heads.runtime import Compilation
 
 
 def result(name: str, *, accepted: int = 2, k: int = 4, seconds: float = 0.2, **changes) -> Result:

@@ -21,8 +21,9 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree import DraftTree, TreeShape
 from headstart.heads.base import DraftHead
-from headstart.heads.compiled import Compilation, Compiler
-from headstart.heads.runtime import CompiledTarget, RuntimeConfig, late_warning
+from headstart.heads.compiled import Compiler
+from headstart.heads.compiled_target import CompiledTarget
+from headstart.heads.runtime import Compilation, RuntimeConfig, late_warning
 from headstart.heads.target import Target
 
 FAMILIES = (
