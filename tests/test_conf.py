@@ -303,7 +303,7 @@ def test_the_comparison_trains_every_family_on_the_same_tokens(tmp_path):
 
 
 LAYERS = (
-    ("files", "launch", "ranks", "signals", "sweep"),
+    ("files", "launch", "launch_config", "ranks", "signals", "sweep"),
     ("heads",),
     ("eval.engine",),
     ("data",),

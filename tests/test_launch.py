@@ -10,7 +10,8 @@ from training import command
 from headstart import ranks
 from headstart.files import read_json
 from headstart.heads.checkpoint import load_head
-from headstart.launch import LaunchConfig, check, quoted, starts_ranks
+from headstart.launch import quoted, starts_ranks
+from headstart.launch_config import LaunchConfig, check
 
 STAMPED = "out=runs/${now:%H-%M-%S}"
 

@@ -35,7 +35,7 @@ from headstart.heads.checkpoint import check_pairing, info_for, load_head, save_
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
 from headstart.heads.vocab import DraftVocab
-from headstart.launch import LaunchConfig
+from headstart.launch_config import LaunchConfig
 from headstart.train.backends import make_parallel
 from headstart.train.checkpoint import Checkpoints, Snapshot
 from headstart.train.config import ParallelConfig, TrainConfig

@@ -21,28 +21,42 @@ def alone() -> Parallel:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_is_kept_until_it_is_asked_for(alone, number, status):
     before = signal.getsignal(number)
-    with pytest.raises(Stopped) as stopped, Stop(alone) as stop:
-        assert not stop.asked()
-        os.kill(os.getpid(), number)
-        assert stop.asked()
-        raise stop.error()
+
+    def run() -> None:
+        with Stop(alone) as stop:
+            assert not stop.asked()
+            os.kill(os.getpid(), number)
+            assert stop.asked()
+            raise stop.error()
+
+    with pytest.raises(Stopped) as stopped:
+        run()
     assert stopped.value.exit_code == status
     assert signal.getsignal(number) is before
 
 
 def test_more_sigterms_change_nothing(alone):
-    with pytest.raises(Stopped), Stop(alone) as stop:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked()
-        raise stop.error()
+    def run() -> None:
+        with Stop(alone) as stop:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.asked()
+            raise stop.error()
+
+    with pytest.raises(Stopped):
+        run()
 
 
 def test_a_signal_after_the_last_step_ends_the_run_when_its_work_is_done(alone):
     done = []
-    with pytest.raises(Stopped) as stopped, Stop(alone):
-        os.kill(os.getpid(), signal.SIGTERM)
-        done.append("evaluation")
+
+    def run() -> None:
+        with Stop(alone):
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("evaluation")
+
+    with pytest.raises(Stopped) as stopped:
+        run()
     assert done == ["evaluation"]
     assert stopped.value.exit_code == 143
 
@@ -71,10 +85,15 @@ def test_a_signal_that_the_process_ignores_stays_ignored(alone):
 
 def test_outside_the_loop_sigterm_is_raised_so_that_what_is_open_is_closed():
     closed = []
-    with pytest.raises(Stopped), terminable():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            closed.append(True)
+
+    def run() -> None:
+        with terminable():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                closed.append(True)
+
+    with pytest.raises(Stopped):
+        run()
     assert closed
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
