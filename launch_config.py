@@ -27,7 +27,7 @@ class LaunchConfig:
     """Port at which several machines meet; null takes one by Slurm's job number, else 29500. One
     machine alone takes any free port."""
     omp_threads: int | None = None
-    """CPU threads a process; null takes OMP_NUM_THREADS where it is set, else shares the cores out."""
+    """CPU threads a process; null takes OMP_NUM_THREADS if set, else shares the cores out."""
     timeout_seconds: int = 1800
     """Seconds that ranks wait for one another before the job fails: an evaluation must fit in."""
     grace_seconds: int = 120
