@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError
 
 from headstart import ranks, sweep
-from headstart.launch import LaunchConfig, check, count_gpus, quoted, start_ranks, starts_ranks
+from headstart.launch import quoted, start_ranks, starts_ranks
+from headstart.launch_config import LaunchConfig, check, count_gpus
 from headstart.signals import Stopped, terminable
 
 CONF = "headstart.conf"

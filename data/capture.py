@@ -24,7 +24,7 @@ from headstart.data.template import TokenRow
 from headstart.heads.base import FeatureBatch
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
-from headstart.launch import LaunchConfig
+from headstart.launch_config import LaunchConfig
 from headstart.ranks import place
 
 BATCH_TOKENS = 4096  # tokens of a capture pass, padding included

@@ -260,6 +260,7 @@ def test_the_cause_of_a_failed_run_is_one_sentence(tmp_path):
 # A sweep
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_sweep_do_not_write_over_one_another(tmp_path):
     target = saved(save_target(tmp_path / "target"))
     tiny = ["data.num_prompts=7", "data.max_length=300", "generate.max_new_tokens=4"]
@@ -302,7 +303,7 @@ def test_the_comparison_trains_every_family_on_the_same_tokens(tmp_path):
 
 
 LAYERS = (
-    ("files", "launch", "ranks", "signals", "sweep"),
+    ("files", "launch", "launch_config", "ranks", "signals", "sweep"),
     ("heads",),
     ("eval.engine",),
     ("data",),

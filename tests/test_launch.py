@@ -10,7 +10,8 @@ from training import command
 from headstart import ranks
 from headstart.files import read_json
 from headstart.heads.checkpoint import load_head
-from headstart.launch import LaunchConfig, check, quoted, starts_ranks
+from headstart.launch import quoted, starts_ranks
+from headstart.launch_config import LaunchConfig, check
 
 STAMPED = "out=runs/${now:%H-%M-%S}"
 
@@ -51,6 +52,7 @@ def test_p57_one_command_trains_on_two_processes_in_one_directory_that_bears_a_t
     assert said.count("training MedusaConfig") == 1
 
 
+@pytest.mark.slow
 def test_p57_ranks_of_torchrun_that_start_a_second_apart_share_directory_and_log(root, training):
     (root / "apart").mkdir()
     stamped = STAMPED.replace("runs", "apart")
@@ -69,6 +71,7 @@ def test_p57_ranks_that_accelerate_launch_starts_train_as_one(root, training):
     assert_one_run(root / "accelerated")
 
 
+@pytest.mark.slow
 def test_two_machines_meet_at_the_first_and_share_its_directory(root, training):
     there = ["parallel=ddp", "launch.nodes=2", "launch.master_address=127.0.0.1", "out=two"]
     port = f"launch.master_port={free_port()}"
@@ -79,6 +82,7 @@ def test_two_machines_meet_at_the_first_and_share_its_directory(root, training):
     assert load_head(root / "two/head")[1].step == 3
 
 
+@pytest.mark.slow
 def test_a_warning_of_all_ranks_stands_once_in_the_log_and_those_of_others_bear_their_rank(
     root, training
 ):

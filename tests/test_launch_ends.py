@@ -152,6 +152,7 @@ def test_a_rank_that_fails_under_a_torchrun_of_the_user_leaves_it_the_traceback(
     assert "ValueError: rank 1 cannot go on" in (root / "theirs-fail/cli.log").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_single_process_saves_after_the_step(root, training):
     process = start(root, [*training, "train.max_steps=1000000", "out=alone"])
     wait_until(lambda: lines(root / "alone/metrics.jsonl") >= 2, process)

@@ -28,7 +28,7 @@ from headstart.heads.base import DraftHead, HeadConfig, family_of
 from headstart.heads.checkpoint import info_for, save_head
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
-from headstart.launch import LaunchConfig
+from headstart.launch_config import LaunchConfig
 from headstart.train.backends import make_parallel
 from headstart.train.checkpoint import Checkpoints
 from headstart.train.config import ParallelConfig, TrainConfig
