@@ -280,7 +280,7 @@ def test_p19_a_request_of_67_gb_is_told_on_a_disk_of_1_gb(tmp_path, monkeypatch)
 class Wide:
     """A target of 4096 numbers a state in bf16, of which nothing but its size may be asked."""
 
-    dtype, fingerprint, name = torch.bfloat16, "wide", "wide"
+    dtype, fingerprint, name, tensor_ranks = torch.bfloat16, "wide", "wide", 1
     shape = SimpleNamespace(vocab_size=128, hidden_size=4096, num_layers=32)
     parts = SimpleNamespace(nbytes=0)
 
