@@ -27,8 +27,7 @@ from headstart.data.template import ChatTemplate
 from headstart.eval.settings import TreeConfig
 from headstart.heads.base import families
 from headstart.heads.load import TargetConfig
-from headstart.train import loop
-from headstart.train import run as command
+from headstart.train import evaluation, loop
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.progress import Progress
 from headstart.train.run import TrainRun, train
@@ -92,7 +91,7 @@ def run(
     Both are counted from 1, from the start of this process.
     """
     steps, evaluations = count(1), count(1)
-    take, evaluate = loop.train_step, command.heldout_figures
+    take, evaluate = loop.train_step, evaluation.heldout_figures
 
     def step(*arguments: object, **named: object) -> object:
         if next(steps) == die_in_step:
@@ -105,11 +104,11 @@ def run(
             os.kill(os.getpid(), signal.SIGKILL)
         return evaluate(*arguments)
 
-    loop.train_step, command.heldout_figures = step, figures
+    loop.train_step, evaluation.heldout_figures = step, figures
     try:
         return train(chat_target(), job(directory, **options))
     finally:
-        loop.train_step, command.heldout_figures = take, evaluate
+        loop.train_step, evaluation.heldout_figures = take, evaluate
 
 
 class Nursery:

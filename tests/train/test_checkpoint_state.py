@@ -219,9 +219,14 @@ def test_nothing_there_is_no_checkpoint_and_no_warning(tmp_path):
 
 def in_a_process(work: Callable[..., None], *arguments: object) -> multiprocessing.Process:
     """Start a real process that knows all modules already; a kill ends it and nothing else."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    process = multiprocessing.get_context("fork").Process(target=_alone, args=(work, *arguments))
     process.start()
     return process
+
+
+def _alone(work: Callable[..., None], *arguments: object) -> None:
+    torch.set_num_threads(1)  # a fork has none of the parent's threads, and would wait for them
+    work(*arguments)
 
 
 def killed_between_weights_and_state(directory: Path) -> None:
