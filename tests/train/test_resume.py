@@ -39,6 +39,15 @@ TIMED = re.compile("seconds|_per_s$|^time/|^memory/")
 FILES = ("weights.safetensors", "optimizer.safetensors", "random.safetensors")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Train here as the other processes do: sums are the same to the bit on as many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def nursery(tmp_path_factory) -> Iterator[Nursery]:
     started = Nursery(tmp_path_factory.mktemp("nursery") / "log.txt")
