@@ -79,7 +79,7 @@ def test_every_preset_of_the_hardware_group_is_found_by_its_own_name():
 
 
 def test_a_type_without_a_peak_has_none():
-    assert peak_of("NVIDIA B200", "float32") is None
+    assert peak_of("NVIDIA B200", "int4") is None
 
 
 def test_the_peak_of_a_cpu_is_not_known():
