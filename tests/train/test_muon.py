@@ -27,6 +27,20 @@ def set_gradients(head: DraftHead, seed: int) -> None:
         weight.grad = torch.randn(weight.shape, generator=generator)
 
 
+def test_after_a_state_is_loaded_both_rules_still_follow_the_rate_of_the_step():
+    head = head_of("eagle")
+    optimizer = make_optimizer(head, CONFIG)
+    set_gradients(head, 0)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = {name: weight.detach().clone() for name, weight in head.named_parameters()}
+    set_gradients(head, 1)
+    optimizer.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in head.named_parameters())
+
+
 @pytest.mark.parametrize(
     ("family", "options", "matrices", "others"),
     [
