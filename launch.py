@@ -11,11 +11,9 @@ import os
 import re
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 import psutil
 from hydra.core.hydra_config import HydraConfig
@@ -26,7 +24,7 @@ from torch.distributed.run import run as torchrun
 
 from headstart import ranks
 from headstart.launch_config import LaunchConfig
-from headstart.signals import STOPPING, Stopped
+from headstart.signals import STOPPING, Stopped, handling
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +47,8 @@ def start_ranks(config: LaunchConfig, command: str, out: str, more: Sequence[str
     """
     alone = " (launch.num_processes=N starts N)" if config.world == 1 else ""
     log.info("starting %d of %d ranks here%s", config.num_processes, config.world, alone)
-    with tempfile.TemporaryDirectory(prefix="headstart-ranks-") as logs, _Signals() as signals:
+    signals = _Signals()
+    with tempfile.TemporaryDirectory(prefix="headstart-ranks-") as logs, handling(signals.take):
         arguments = [
             *_places(config),
             f"--nproc-per-node={config.num_processes}",
@@ -132,25 +131,8 @@ class _Signals:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "_Signals":
-        if threading.current_thread() is threading.main_thread():
-            for number in STOPPING:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._take)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _take(self, number: int, _: FrameType | None) -> None:
+    def take(self, number: int, _: FrameType | None) -> None:
         if self.number is None:
             self.number = number
             # What torchrun's own handler raises: it passes the signal on, and waits.

@@ -2,10 +2,11 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+Handler = Callable[[int, FrameType | None], None]
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -16,6 +17,24 @@ class Stopped(KeyboardInterrupt):
         super().__init__(signal.Signals(number).name)
         self.exit_code = 128 + number
         """As a shell tells it: 130 for Ctrl-C, 143 for SIGTERM."""
+
+
+@contextmanager
+def handling(handler: Handler) -> Iterator[bool]:
+    """Hand SIGINT and SIGTERM to a handler inside the block; yield whether any goes there.
+
+    Outside the main thread none does, nor one that the process ignores, as of what a shell starts
+    in the background.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        heard = [n for n in STOPPING if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield bool(before)
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager

@@ -25,7 +25,8 @@ from headstart.eval.leaderboard import print_leaderboard
 from headstart.eval.metrics import figures, prompt_sums
 from headstart.eval.provenance import provenance
 from headstart.eval.report import write_report
-from headstart.eval.result import PromptRow, Provenance, Result, write_result
+from headstart.eval.result import PromptRow, Provenance, Result
+from headstart.eval.result_files import write_result
 from headstart.eval.session_key import measured_settings
 from headstart.eval.sessions import Place, Session
 from headstart.eval.settings import EvalConfig, TreeConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.result import read_result
+from headstart.eval.result_files import read_result
 from headstart.eval.roofline import Draft, chain_draft, tree_draft
 
 ASSUMED, DEEPEST = 0.7, 16

@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 from headstart.eval.leaderboard import print_leaderboard
 from headstart.eval.report import write_report
-from headstart.eval.result import read_result
+from headstart.eval.result_files import read_result
 
 log = logging.getLogger(__name__)
 

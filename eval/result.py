@@ -1,24 +1,18 @@
-"""The result files of one evaluated drafter: `result.json` (one strict schema) and `prompts.jsonl`.
+"""What is told of one evaluated drafter: its figures, and the prompts that they come from.
 
-`result.json` holds every figure with the settings it is a fact about; `prompts.jsonl` holds, a
-prompt a line, the ids and rounds from which every figure can be computed again.
+A Result holds every figure with the settings it is a fact about; a PromptRow the ids and rounds of
+one prompt, from which every figure can be computed again. result_files.py writes and reads them.
 """
 
-import dataclasses
-import json
-import types
-import typing
 from collections.abc import Sequence, Set
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from headstart.eval.checks import repeated_ngram_share
 from headstart.eval.engine.records import Completion
 from headstart.eval.intervals import Interval
 from headstart.eval.metrics import DEFINITIONS, Value
-from headstart.files import read_json, write_json, write_text
 from headstart.heads.runtime import Compilation
 
 SCHEMA_VERSION = 3
@@ -240,7 +234,7 @@ class Result:
             tables |= {f"{field_name}.{name}": group.figures for name, group in groups.items()}
         for where, table in tables.items():
             if table is not None:
-                _check_names(where, table, set(DEFINITIONS))
+                check_names(where, table, set(DEFINITIONS))
         unknown = sorted(set(self.intervals) - set(DEFINITIONS))
         if unknown:
             raise ValueError(f"intervals: unknown {', '.join(unknown)}; figures have definitions")
@@ -321,55 +315,10 @@ def prompt_row(
     )
 
 
-def write_result(directory: Path, result: Result, prompt_rows: Sequence[PromptRow]) -> Path:
-    """Write prompts.jsonl, then result.json, each whole or not at all; return the latter's path.
-
-    Raises ValueError when a figure is not finite.
-    """
-    lines = [json.dumps(dataclasses.asdict(row), allow_nan=False) for row in prompt_rows]
-    write_text(directory / "prompts.jsonl", "".join(line + "\n" for line in lines))
-    write_json(directory / "result.json", dataclasses.asdict(result))
-    return directory / "result.json"
-
-
-def read_result(path: Path) -> Result:
-    """Read a result.json, or the one in a directory.
-
-    A field with a default may be missing: the file is older than it. Raises FileNotFoundError, and
-    ValueError naming the file and the key that is missing, unknown or of the wrong type, or the
-    schema version found.
-    """
-    path = path / "result.json" if path.is_dir() else path
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: found {type(data).__name__} instead of a result's keys")
-    _check_version(path, data.get("schema_version"))
-    try:
-        return _from_json(Result, data, "result")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _check_version(path: Path, found: Any) -> None:
-    if type(found) is not int or found < 1:
-        raise ValueError(
-            f"{path}: schema_version={found!r}: not a result; give one that headstart eval wrote"
-        )
-    if found < SCHEMA_VERSION:
-        raise ValueError(
-            f"{path}: schema_version={found}: written by an older headstart, this one reads "
-            f"{SCHEMA_VERSION}; run headstart eval again with the same options"
-        )
-    if found > SCHEMA_VERSION:
-        raise ValueError(
-            f"{path}: schema_version={found}: written by a newer headstart, this one reads "
-            f"{SCHEMA_VERSION}; upgrade headstart"
-        )
-
-
-def _check_names(
+def check_names(
     where: str, found: dict[str, Any], expected: set[str], optional: Set[str] = frozenset()
 ) -> None:
+    """Raise ValueError for names that are missing or unknown, of which some may be missing."""
     missing = sorted(expected - set(found) - optional)
     unknown = sorted(set(found) - expected)
     if missing or unknown:
@@ -377,35 +326,3 @@ def _check_names(
             f"{where}: missing {', '.join(missing) or 'nothing'}, "
             f"unknown {', '.join(unknown) or 'nothing'}"
         )
-
-
-def _has_default(of: dataclasses.Field) -> bool:
-    return of.default is not MISSING or of.default_factory is not MISSING
-
-
-def _from_json(kind: Any, value: Any, where: str) -> Any:
-    """Build `kind` (dataclass, list, dict, union or scalar type) from JSON, refusing misfits."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
-        fields = dataclasses.fields(kind)
-        _check_names(where, value, set(hints), {f.name for f in fields if _has_default(f)})
-        return kind(**{k: _from_json(hints[k], v, f"{where}.{k}") for k, v in value.items()})
-    if origin is list and isinstance(value, list):
-        return [_from_json(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return {k: _from_json(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
-    if origin is types.UnionType:
-        return _from_json(_member(arguments, value), value, where)
-    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
-        return value
-    raise ValueError(f"{where}={value!r}: expected {getattr(kind, '__name__', kind)}")
-
-
-def _member(arguments: Sequence[Any], value: Any) -> Any:
-    """Pick the member of a union by the JSON type of `value`; the first one when none fits."""
-    for kind in arguments:
-        raw = typing.get_origin(kind) or (dict if dataclasses.is_dataclass(kind) else kind)
-        if type(value) is raw or (raw is float and type(value) is int):
-            return kind
-    return arguments[0]

@@ -20,7 +20,8 @@ from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.leaderboard import print_leaderboard
 from headstart.eval.report import write_report
-from headstart.eval.result import Provenance, write_result
+from headstart.eval.result import Provenance
+from headstart.eval.result_files import write_result
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.step_time import PROBE_TOKENS, measure
 from headstart.eval.suites import Suite, check_lengths, load_suite

@@ -6,13 +6,11 @@ the run.
 
 import os
 import signal
-import threading
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 
-from headstart.signals import STOPPING, Stopped
+from headstart.signals import STOPPING, Stopped, handling
 from headstart.train.parallel import Parallel
 
 
@@ -27,13 +25,10 @@ class Stop:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._noted: int | None = None
-        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Stop":
-        if threading.current_thread() is threading.main_thread():
-            for number in STOPPING:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
+        self._handling = handling(self._note)
+        self._hears = self._handling.__enter__()
         return self
 
     def __exit__(
@@ -42,9 +37,8 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._noted is not None and self._parallel.world > 1 and self._before:
+        self._handling.__exit__(None, None, None)
+        if self._noted is not None and self._parallel.world > 1 and self._hears:
             # Once a rank is gone its launcher ends the others; this one may still be closing.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._noted is not None and kind is None:  # too late for a step to heed it

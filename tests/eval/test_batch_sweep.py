@@ -17,7 +17,8 @@ from headstart.eval.engine.drafters.base import NoDrafter
 from headstart.eval.engine.policy import AdaptivePolicy
 from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.result import BatchPoint, read_result, write_result
+from headstart.eval.result import BatchPoint
+from headstart.eval.result_files import read_result, write_result
 from headstart.eval.settings import EvalConfig
 from headstart.files import read_json
 from headstart.heads.checkpoint import info_for, save_head

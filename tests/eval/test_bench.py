@@ -19,7 +19,8 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.equality import compare_greedy, first_difference, top_margin
 from headstart.eval.leaderboard import by_speed
-from headstart.eval.result import PromptRow, Result, read_result
+from headstart.eval.result import PromptRow, Result
+from headstart.eval.result_files import read_result
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite
 from headstart.heads.checkpoint import info_for, save_head

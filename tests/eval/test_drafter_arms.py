@@ -22,7 +22,7 @@ from headstart.eval.engine.drafters.config import (
     SuffixConfig,
 )
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.result import read_result
+from headstart.eval.result_files import read_result
 from headstart.eval.run import run
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.checkpoint import info_for, save_head

@@ -34,7 +34,7 @@ from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
 from headstart.eval.engine.dynamic_tree import DynamicShape, best_first, keep_best
 from headstart.eval.engine.sampling import SamplingConfig, prompt_key
 from headstart.eval.engine.tree import DraftTree
-from headstart.eval.result import read_result
+from headstart.eval.result_files import read_result
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import info_for, save_head

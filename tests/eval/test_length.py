@@ -27,7 +27,8 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.metrics import length_bucket
 from headstart.eval.report import markdown_report
-from headstart.eval.result import PromptRow, Result, read_result, write_result
+from headstart.eval.result import PromptRow, Result
+from headstart.eval.result_files import read_result, write_result
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite
 from headstart.heads.base import families

@@ -10,7 +10,8 @@ from training import chat_target, command, save_target, saved
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import head_arms
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.result import Result, read_result
+from headstart.eval.result import Result
+from headstart.eval.result_files import read_result
 from headstart.eval.settings import TreeConfig
 from headstart.heads.checkpoint import info_for, save_head
 

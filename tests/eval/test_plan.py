@@ -18,7 +18,7 @@ from headstart.eval.plan_acceptance import acceptance
 from headstart.eval.plan_costs import largest_batch
 from headstart.eval.plan_make import make_plan
 from headstart.eval.plan_report import markdown, sections, write_plan
-from headstart.eval.result import write_result
+from headstart.eval.result_files import write_result
 from headstart.eval.roofline import expected_tokens
 from headstart.files import read_json
 

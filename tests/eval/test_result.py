@@ -17,9 +17,8 @@ from headstart.eval.result import (
     Run,
     Sample,
     prompt_row,
-    read_result,
-    write_result,
 )
+from headstart.eval.result_files import read_result, write_result
 
 
 def result_and_rows():

@@ -13,7 +13,7 @@ from training import command, save_target, saved, talking_target
 
 from headstart import cli
 from headstart.eval.metrics import DEFINITIONS
-from headstart.eval.result import read_result
+from headstart.eval.result_files import read_result
 from headstart.eval.settings import TreeConfig
 from headstart.eval.tree_prompts import midway, split_suite
 from headstart.eval.tree_report import TOLERANCE, Foretold, median_gap

@@ -453,6 +453,19 @@ def test_a_loss_that_is_not_finite_names_step_and_rows(tmp_path):
         train_line(Broken([[1], [1], [1]]), tmp_path, max_steps=3)
 
 
+def test_a_loss_that_is_no_number_stops_the_step_though_its_gradient_is_one():
+    class Odd(Line):
+        def forward(self, *arguments: object) -> LossSums:
+            sums = super().forward(*arguments)
+            sums.numerators["line"] = sums.numerators["line"] + float("nan")
+            return sums
+
+    head = Odd()
+    with pytest.raises(ValueError, match="loss nan"):
+        gradient(head, [numbers_batch([3])])
+    assert head.w.item() == 1.0
+
+
 def test_ctrl_c_leaves_a_checkpoint_that_loads(job, monkeypatch):
     ours = OnlineFeatures.batch
     calls = 0
