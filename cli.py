@@ -22,6 +22,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -185,12 +186,30 @@ def _prepare_run(name: str, schema: type, overrides: list[str], held: ExitStack)
 
 
 def _prepare_sweep(name: str, overrides: list[str], held: ExitStack) -> str | None:
+    _refuse_bad_values(name, overrides)
     directory = jobs.sweep_directory(name, overrides)
     if directory is not None:
         _refuse_unwritable(directory)
         held.enter_context(sweep.claim(Path(directory)))
         sys.argv.append(f"hydra.sweep.dir={quoted(directory)}")
     return directory
+
+
+def _refuse_bad_values(name: str, overrides: list[str]) -> None:
+    """Raise for a value swept over that no job could take, before any job starts.
+
+    Each of a list is tried beside the first of the other lists.
+    """
+    parsed = OverridesParser.create().parse_overrides([o for o in overrides if _counts(o)])
+    lists = [o for o in parsed if o.is_choice_sweep()]
+    if len(lists) < sum(o.is_sweep_override() for o in parsed):
+        return  # others depend on the sweeper
+    fixed = [o.input_line for o in parsed if not o.is_sweep_override()]
+    values = [[f"{o.get_key_element()}={v}" for v in o.sweep_string_iterator()] for o in lists]
+    for place, tried in enumerate(values):
+        others = [of_list[0] for i, of_list in enumerate(values) if i != place]
+        for value in tried:
+            load_config(name, [*fixed, *others, value])
 
 
 def load_config(name: str, overrides: list[str]) -> Any:
@@ -285,6 +304,8 @@ def explain(error: BaseException) -> str:
         known = sorted(o for o in found if not o.startswith("base_"))
         return _no_such_option(f"{group}={option}", known)
     cause = error.__cause__ or error
+    if group := re.match(r"Could not override '(.+?)'\. No match", str(error)):
+        return f"{group[1]}: this command has no such option; its --help shows those it has"
     where = re.match(r"In 'experiment/(.+?)': ConfigKeyError.*?Key '(\w+)'", str(error), re.S)
     if where:
         name, key = where.groups()

@@ -119,10 +119,12 @@ def refuse_missing(path: str, option: str) -> None:
         embedded_gguf(path.removeprefix("package:"), option)
     elif path.endswith(".gguf"):
         if not Path(path).is_file():
-            raise FileNotFoundError(f"{option}={path}: no such file")
+            raise FileNotFoundError(f"{option}={path}: no such file; give one that is there")
     elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
         if not Path(path).expanduser().is_dir():
-            raise FileNotFoundError(f"{option}={path}: no such directory")
+            raise FileNotFoundError(
+                f"{option}={path}: no such directory; give one that holds a model, or a Hub id"
+            )
 
 
 def _resolve(path: str, option: str) -> str:

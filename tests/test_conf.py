@@ -187,6 +187,7 @@ def test_p59_a_mistyped_option_is_named_with_what_is_allowed_and_leaves_nothing(
         (["prepare"], "data.path is not set: give data=jsonl data.path=FILE"),
         (["generate", "target=hf"], r"target\.path is not set: give target\.path=\.\.\."),
         (["train", "rows"], "Error parsing override 'rows'"),
+        (["pipeline", "parallel=ddp"], "parallel: this command has no such option; its --help"),
         (["pipeline", "experiment=dmo"], r"experiment=dmo: .* mean demo\?\); expected one"),
         (["train", "rows=rows", "train.max_steps=1.5"], "could not be converted to Integer"),
         (["pipeline", "experiment=compare"], "compare: made for another command: it sets"),

@@ -51,10 +51,13 @@ def finished(
     """Return the progress of a run that has ended in `out`; None when there is something to do.
 
     Reads no tensor, so that it can be asked before anything is loaded. Raises ValueError for an
-    `out` that must not be written to, and for options that would make it another run.
+    `out` that must not be written to, and for options that would make it another run;
+    FileNotFoundError for a checkpoint that is not there.
     """
     if config.resume == "never":
         refuse_occupied(out, checkpoints)
+    elif config.resume != "auto":
+        given_checkpoint(config.resume)
     newest = checkpoints.newest()
     if config.resume != "auto" or newest is None:
         return None
@@ -119,17 +122,26 @@ def choose_start(out: Path, resume: str, checkpoints: Checkpoints) -> tuple[Path
         if found is None:
             refuse_occupied(out, checkpoints)
         return found
+    path = given_checkpoint(resume)
+    if path.resolve().parent == checkpoints.directory.resolve():
+        _refuse_later(path, checkpoints)
+    else:
+        refuse_occupied(out, checkpoints)
+    return path, read_snapshot(path)
+
+
+def given_checkpoint(resume: str) -> Path:
+    """Return the training checkpoint that train.resume names.
+
+    Raises FileNotFoundError where it is not there.
+    """
     path = Path(resume)
     if not path.is_dir():
         raise FileNotFoundError(
             f"train.resume={resume}: no such training checkpoint; use auto, never, or a directory "
             "such as OUT/checkpoints/step-00000100"
         )
-    if path.resolve().parent == checkpoints.directory.resolve():
-        _refuse_later(path, checkpoints)
-    else:
-        refuse_occupied(out, checkpoints)
-    return path, read_snapshot(path)
+    return path
 
 
 def refuse_occupied(out: Path, checkpoints: Checkpoints) -> None:

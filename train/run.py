@@ -39,7 +39,6 @@ from headstart.train.meters import Meter
 from headstart.train.parallel import Parallel, leave_group
 from headstart.train.progress import Progress
 from headstart.train.resume import SUMMARY, finished, going_on
-from headstart.train.sharded import Sharded
 from headstart.train.starting import feature_source, load_rows, new_head
 from headstart.train.tracking import LoggingConfig, make_tracker, tracked
 from headstart.train.zero import Zero
@@ -68,6 +67,10 @@ class TrainRun:
     out: str = MISSING
     """Directory that receives the head checkpoint and metrics.jsonl."""
 
+    def __post_init__(self) -> None:
+        kind = self.parallel.kind
+        refuse_parts(kind, self.train, zero=kind.startswith("zero"))
+
 
 def run(config: TrainRun) -> None:
     """Load the target and train (the command's entry)."""
@@ -87,7 +90,7 @@ def train(target: Target, config: TrainRun) -> Progress:
     parallel = make_parallel(
         config.parallel, config.train, target.device, timeout=config.launch.timeout_seconds
     )
-    refuse_parts(parallel, config.parallel, config.train)
+    refuse_parts(config.parallel.kind, config.train, zero=isinstance(parallel, Zero))
     rows, meta = load_rows(config.rows, target)
     heldout, _ = load_rows(config.heldout_rows, target) if config.heldout_rows else ([], None)
     if heldout and target.tensor_ranks > 1:
@@ -211,15 +214,17 @@ def _source(
     )
 
 
-def refuse_parts(parallel: Parallel, config: ParallelConfig, settings: TrainConfig) -> None:
-    """Raise ValueError for what needs whole weights where ranks hold parts of them."""
-    kind = config.kind
-    if settings.optimizer == "muon" and isinstance(parallel, Sharded | Zero):
+def refuse_parts(kind: str, settings: TrainConfig, *, zero: bool) -> None:
+    """Raise ValueError for what needs whole weights where ranks hold parts of them.
+
+    `kind` is that of `parallel`; `zero` tells whether DeepSpeed trains, which from_env may mean.
+    """
+    if settings.optimizer == "muon" and (zero or kind == "fsdp2"):
         raise ValueError(
             f"train.optimizer=muon with parallel={kind}: Muon needs whole matrices, of which each "
             "rank has a part; use parallel=ddp, or train.optimizer=adamw"
         )
-    if settings.ema is not None and isinstance(parallel, Zero):
+    if settings.ema is not None and zero:
         raise ValueError(
             f"train.ema={settings.ema} with parallel={kind}: the averages would not be those "
             "of DeepSpeed's own weights; use parallel=ddp or fsdp2, or train.ema=null"

@@ -11,7 +11,7 @@ from training import chat_target
 from headstart.heads.base import DraftHead
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.optimizer import MuonAndAdamW, inner_matrices, make_optimizer
-from headstart.train.run import train
+from headstart.train.run import TrainRun, refuse_parts, train
 
 CONFIG = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
 
@@ -138,11 +138,8 @@ def test_an_unknown_optimizer_is_refused():
     ],
 )
 def test_what_needs_whole_weights_is_refused_where_ranks_hold_parts(options, kind, message):
-    from headstart.train.run import refuse_parts
-    from headstart.train.sharded import Sharded
-    from headstart.train.zero import Zero
-
-    backend = (Sharded if kind == "fsdp2" else Zero).__new__(Sharded if kind == "fsdp2" else Zero)
     with pytest.raises(ValueError, match=message):
-        refuse_parts(backend, ParallelConfig(kind=kind), TrainConfig(**options))
-    refuse_parts(backend, ParallelConfig(kind=kind), TrainConfig())
+        TrainRun(parallel=ParallelConfig(kind=kind), train=TrainConfig(**options))
+    TrainRun(parallel=ParallelConfig(kind=kind))
+    with pytest.raises(ValueError, match="with parallel=from_env"):
+        refuse_parts("from_env", TrainConfig(**options), zero=True)

@@ -216,7 +216,8 @@ def test_two_runs_in_one_directory_one_after_the_other_are_two_runs(tmp_path):
 
 def test_p62_two_runs_in_one_process_are_two_finished_runs_with_their_own_configuration(tmp_path):
     track(tmp_path / "a", range(1, 3), group="sweep", config=CONFIG)
-    first = only(tmp_path / "a")  # finished before the next begins, which would finish it as well
+    assert wandb.run is None  # finished here: the next run, or the end of the process, does it too
+    first = only(tmp_path / "a")
     track(tmp_path / "b", range(1, 3), group="sweep", config=CONFIG | {"out": "runs/b"})
     second = only(tmp_path / "b")
     assert [run.config["out"] for run in (first, second)] == ["runs/a", "runs/b"]
