@@ -10,6 +10,7 @@ import torch
 
 from headstart.eval.engine.drafters.base import Drafter
 from headstart.eval.engine.drafters.build import head_drafter
+from headstart.eval.engine.policy import draft_policy
 from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.result import LOSSLESS_SCHEMES, DrafterInfo
@@ -99,7 +100,11 @@ def head_arms(
 
 
 def paced(arm: Arm, policy: PolicyConfig, max_pass_tokens: int | None = None) -> Arm:
-    """Return the arm with drafts that a policy, or a bound on a pass, may shorten."""
+    """Return the arm with drafts that a policy, or a bound on a pass, may shorten.
+
+    Raises ValueError for a drafter that cannot follow the policy.
+    """
+    draft_policy(policy).check(arm.drafter)
     if policy.kind == "fixed" and max_pass_tokens is None:
         return arm
     arm.drafter.draft_calls = 0  # they differ from round to round: cost_ratio_c is null

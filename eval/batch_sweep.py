@@ -45,10 +45,12 @@ def batch_sweep(
 ) -> list[list[BatchPoint]]:
     """Return the points of each arm, one for each of eval.batch_sizes.
 
-    Policies learn at each size afresh, warm-up included. Raises ValueError for a batch larger than
-    the suite.
+    Policies learn at each size afresh, warm-up included. Raises ValueError as `check_sizes` does.
     """
+    check_sizes(config.batch_sizes, suite)
     points: list[list[BatchPoint]] = [[] for _ in arms]
+    if config.batch_sizes:
+        log.info("batch sizes %s: first turns only, four queued a row", config.batch_sizes)
     for size in sorted(config.batch_sizes):
         groups = queues(suite.requests, size)
         bounds = (size, config.max_pass_tokens)
@@ -57,7 +59,8 @@ def batch_sweep(
         # As many groups as otherwise prompts, so that policies begin with every shape tried.
         again = config.warmup_prompts
         runner.warm_up(drafters, list(groups[0][:size]) * again, size * again)
-        plain, *drafted = _in_turns(runner, drafters, groups, config.repeats)
+        with runner.clock():
+            plain, *drafted = _in_turns(runner, drafters, groups, config.repeats)
         for arm, of_arm, done in zip(arms, points, drafted, strict=True):
             point = _point(size, plain, done, config)
             log.info("batch %d, %s: %s times plain", size, arm.name, number(point.speedup))
@@ -71,17 +74,19 @@ def policies_of(arms: Iterable[Arm]) -> dict[int, DraftPolicy]:
 
 
 def queues(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
-    """Split the prompts into groups of QUEUED for every row; a last one that fills no batch is out.
-
-    Raises ValueError for fewer prompts than rows.
-    """
-    if len(requests) < size:
-        raise ValueError(
-            f"eval.batch_sizes={size}: the suite has {len(requests)} prompts; lower it or give "
-            "more prompts"
-        )
+    """Split the prompts into groups of QUEUED for every row; one that fills no batch is out."""
     groups = [requests[i : i + QUEUED * size] for i in range(0, len(requests), QUEUED * size)]
     return [group for group in groups if len(group) >= size]
+
+
+def check_sizes(sizes: Sequence[int], suite: Suite) -> None:
+    """Raise ValueError for a batch larger than the suite."""
+    prompts = len(suite.requests)
+    if max(sizes, default=1) > prompts:
+        raise ValueError(
+            f"eval.batch_sizes={list(sizes)}: the suite has {prompts} prompts; lower the largest "
+            "or give more prompts"
+        )
 
 
 def _in_turns(

@@ -3,6 +3,7 @@
 Plain decoding is the same loop with nothing drafted; one plain arm serves every drafter.
 """
 
+import copy
 import fnmatch
 import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import Arm, head_arms, paced, refuse_repeats
-from headstart.eval.batch_sweep import batch_sweep, policies_of, print_sweep
+from headstart.eval.batch_sweep import batch_sweep, check_sizes, policies_of, print_sweep
 from headstart.eval.contamination import with_contamination
 from headstart.eval.drafter_arms import drafter_arms
 from headstart.eval.engine.decode import Request, decode
@@ -25,7 +26,7 @@ from headstart.eval.leaderboard import print_leaderboard
 from headstart.eval.metrics import figures, prompt_sums
 from headstart.eval.provenance import provenance
 from headstart.eval.report import write_report
-from headstart.eval.result import PromptRow, Provenance, Result
+from headstart.eval.result import BatchPoint, PromptRow, Provenance, Result
 from headstart.eval.result_files import write_result
 from headstart.eval.session_key import measured_settings
 from headstart.eval.sessions import Place, Session
@@ -33,6 +34,7 @@ from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite, check_lengths, load_suite
 from headstart.eval.summary import prompt_rows, summarise
 from headstart.eval.timing import Runner
+from headstart.heads.runtime import late_warning
 from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ def evaluate_heads(
     """
     drafters = drafters or {}
     suite = load_suite(config, template)
+    check_sizes(config.batch_sizes, suite)
     policy = policy or PolicyConfig()
     arms = []
     if checkpoints or not drafters:
@@ -100,16 +103,28 @@ def evaluate_heads(
             sessions=journal,
         )
         journal.finish()
-    points = batch_sweep(target, arms, suite, sampling=sampling, config=config, stop_ids=stop_ids)
-    for arm, (result, rows), of_arm in zip(arms, outcomes, points, strict=True):
-        result.batch_points = of_arm
+    for arm, (result, rows) in zip(arms, outcomes, strict=True):
         result.warnings += journal.notes()
-        write_result(out / arm.name, result, rows)
+        write_result(out / arm.name, result, rows)  # here: a sweep takes long and may be ended
+    points = batch_sweep(target, arms, suite, sampling=sampling, config=config, stop_ids=stop_ids)
+    if config.batch_sizes:
+        for arm, (result, rows), of_arm in zip(arms, outcomes, points, strict=True):
+            _take_points(result, of_arm, target)
+            write_result(out / arm.name, result, rows)
     results = [result for result, _ in outcomes]
     print_leaderboard(results)
     print_sweep(results)
     log.info("report: %s", write_report(results, out))
     return results
+
+
+def _take_points(result: Result, points: list[BatchPoint], target: Target) -> None:
+    """Add a batch sweep to a result, and what was compiled for it."""
+    told = late_warning(result.compilation)
+    result.batch_points = points
+    result.compilation = None if target.compiled is None else copy.deepcopy(target.compiled.info)
+    others = [warning for warning in result.warnings if warning not in told]
+    result.warnings = [*others, *late_warning(result.compilation)]
 
 
 def benchmark(

@@ -60,14 +60,16 @@ class EvalConfig:
     repeats: int = 1
     """Timed repeats of every prompt, the median counts; use 3 or more for a published figure."""
     warmup_prompts: int = 3
-    """Prompts that every arm decodes before the clock counts."""
+    """Prompts that every arm decodes before the clock counts; one batch of them at least."""
     batch_size: int = 1
     """Prompts decoded in lockstep; their wall time is shared equally."""
     batch_sizes: list[int] = field(default_factory=list)
     """Batch sizes at which the speedup is measured besides, both arms at each; [1,2,4,8,16]."""
     max_pass_tokens: int | None = None
     """Most tokens that one pass of the target reads, as a serving scheduler has: all rows' drafts
-    count against it, and prompts are read in passes of their own between rounds; null for none."""
+    count against it, and prompts are read in passes of their own between rounds; null for none.
+    Rows of shorter drafts are padded besides. Where children are drawn, what a prompt samples then
+    depends on its neighbours; its law does not."""
     resamples: int = 10_000
     """Bootstrap resamples of the prompts behind each interval."""
     resume: bool = True

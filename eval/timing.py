@@ -51,17 +51,21 @@ class Runner:
     ) -> None:
         """Decode the first tokens of a few prompts with every drafter; nothing is recorded.
 
-        A drafter under a policy decodes them to the end: what is measured is a policy that knows
-        the machine and the drafter, as after the first minute of a server.
+        A whole batch at least: what a compiled runtime makes for many rows is made here. A drafter
+        under a policy decodes them to the end: what is measured is a policy that knows the machine
+        and the drafter, as after the first minute of a server.
         """
-        short = [
-            replace(r, max_new_tokens=min(r.max_new_tokens, WARMUP_TOKENS))
-            for r in requests[:prompts]
-        ]
+        whole = requests[: max(prompts, self.batch_size)]
+        short = [replace(r, max_new_tokens=min(r.max_new_tokens, WARMUP_TOKENS)) for r in whole]
         for drafter in drafters:
-            chosen = requests[:prompts] if id(drafter) in self.policies else short
+            chosen = whole if id(drafter) in self.policies else short
             for group in _groups(chosen, self.batch_size):
                 self.decode(drafter, group)
+
+    def clock(self) -> contextlib.AbstractContextManager[None]:
+        """Count what is compiled or recorded inside as late: its time is in the figures."""
+        compiled = self.target.compiled
+        return contextlib.nullcontext() if compiled is None else compiled.clock()
 
     def timed(
         self,
@@ -81,9 +85,7 @@ class Runner:
         places = [(repeat, number) for repeat in range(repeats) for number in range(len(groups))]
         if not all(place in sessions for place in places):
             self.warm_up(drafters, suite.requests, warmup_prompts)
-        compiled = self.target.compiled
-        clock = contextlib.nullcontext() if compiled is None else compiled.clock()
-        with clock, _Progress(repeats * len(drafters) * suite.num_turns) as progress:
+        with self.clock(), _Progress(repeats * len(drafters) * suite.num_turns) as progress:
             for repeat, number in places:
                 if number == 0:  # a drafter that remembers answers would replay them
                     for drafter in drafters:

@@ -6,6 +6,7 @@ Shapes: R rows taking part in a pass, N new nodes, P pending rows (written after
 kept yet, the new ones included), S slots read (a multiple of 128, so that shapes repeat).
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from headstart.heads.replay import Storage
+
 BLOCK = 128
+ROOM = 512
+"""Slots by which the capacity of caches in reused storage grows, so that their sizes repeat."""
 
 
 class KVCache(Cache):
@@ -53,6 +58,13 @@ class KVCache(Cache):
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.last_updated = -1
         """The layer that `update` wrote last."""
+        self._storage: Storage | None = None
+
+    def reuse(self, storage: Storage) -> None:
+        """Take the stacks of this cache, which is still empty, from storage, and give them back."""
+        assert not self._keys, "a cache that was written has its stacks"
+        self._storage = storage
+        self.capacity = -(-(self.capacity + 1) // ROOM) * ROOM - 1
 
     def open(
         self,
@@ -167,9 +179,12 @@ class KVCache(Cache):
         shape = (self.batch, states.shape[1], self.capacity + 1, states.shape[3])
         if shape not in self._stacks:
             # Zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN would be NaN.
-            stack = torch.zeros(
-                2 * self.num_layers, *shape, dtype=states.dtype, device=states.device
-            )
+            whole = (2 * self.num_layers, *shape)
+            if self._storage is None:
+                stack = torch.zeros(whole, dtype=states.dtype, device=states.device)
+            else:
+                stack = self._storage.take(whole, states)
+                weakref.finalize(self, self._storage.give, stack)
             self._stacks[shape] = []
         else:
             stack = self._stacks[shape][0][0]

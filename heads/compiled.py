@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from headstart.heads.cache import KVCache
 from headstart.heads.graphs import Call, Graph, Source, make_graph, operations, read_call
-from headstart.heads.replay import Buffers, Recorder, Replays
+from headstart.heads.replay import Buffers, Recorder, Replays, Storage
 from headstart.heads.runtime import Compilation
 
 
@@ -91,6 +91,7 @@ class Compiler:
     """Whether a measurement's clock is running: a graph made now is late."""
     _made: dict[Any, Graph] = field(default_factory=dict)
     _buffers: Buffers = field(default_factory=Buffers)
+    _storage: Storage = field(default_factory=Storage)
 
     def take(self, modules: Sequence[nn.Module]) -> list[Layer]:
         """Have these modules run as graphs inside compiled passes."""
@@ -101,6 +102,11 @@ class Compiler:
         if self.recorder is None:
             return None
         return Replays(self.recorder, self._buffers, self._count_recording)
+
+    def place(self, cache: KVCache | None) -> None:
+        """Have an empty cache lie where one of its size lay, if there are recordings on that."""
+        if self.recorder is not None and cache is not None:
+            cache.reuse(self._storage)
 
     def _count_recording(self) -> None:
         self.info.recordings += 1

@@ -60,7 +60,7 @@ class CompiledTarget:
         self.info, self._compiler, self._parts = compiler.info, compiler, target.parts
         self._passes = CompiledPasses(compiler, target.layers, _target_passes(target))
         self.prepare, self.within = self._passes.prepare, compiler.within
-        self.clock = compiler.clock
+        self.clock, self.place = compiler.clock, compiler.place
         self.info.networks.append(network)
 
     def adopt(self, head: DraftHead) -> None:
@@ -75,7 +75,9 @@ class CompiledTarget:
 
         def prepared(batch: int, *args: Any) -> Any:
             passes.prepare(batch)
-            return new_state(batch, *args)
+            state = new_state(batch, *args)
+            compiler.place(getattr(state, "cache", None))
+            return state
 
         def extended(*args: Any, rows: Sequence[int] | None = None) -> Any:
             with compiler.within("compiled" if rows is None else "eager"):

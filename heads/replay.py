@@ -1,8 +1,9 @@
 """CUDA graphs of compiled layers: one replay instead of a launch for every kernel.
 
 A recording is right for exact sizes and for the cache it was made on, whose keys and values it
-addresses; all other inputs are copied into buffers of its own, which the layers of a target share,
-so that a mask is copied once a pass and not once a layer.
+addresses, and for later caches that lie in the same place; all other inputs are copied into buffers
+of its own, which the layers of a target share, so that a mask is copied once a pass and not once a
+layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-MOST = 64
-"""Recordings a layer keeps; one more and it forgets them all (they belong to caches long gone)."""
+MOST = 256
+"""Recordings a layer keeps, one for each count of rows, width and extent; one more and it forgets
+them all (many belong to caches long gone)."""
+
+
+KEPT = 8
+"""Free stacks that a storage keeps."""
 
 
 class Recorder(Protocol):
@@ -88,7 +94,7 @@ class Replays:
     ) -> Sequence[Any]:
         """Return run(*inputs, *stored, *weights); the last two are addressed where they lie.
 
-        `stored` are a cache's keys and values, which the next prompt may have elsewhere.
+        `stored` are a cache's keys and values, which another cache has elsewhere.
         """
         key = (id(run), *[t.shape for t in inputs], *[(t.data_ptr(), t.shape) for t in stored])
         if key not in self._made:
@@ -107,3 +113,26 @@ class Replays:
     def _fill(self, buffers: Sequence[_Buffer], inputs: Sequence[Tensor]) -> None:
         for buffer, tensor in zip(buffers, inputs, strict=True):
             buffer.fill(tensor)
+
+
+class Storage:
+    """Keys and values of caches that are gone, for new caches of the same size.
+
+    A recorded CUDA graph addresses the stack it was made on: on another one it would have to be
+    recorded again.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return a stack of zeros: the one that was given back last, if one of the size was."""
+        for place in reversed(range(len(self._free))):
+            free = self._free[place]
+            if (free.shape, free.dtype, free.device) == (shape, like.dtype, like.device):
+                return self._free.pop(place).zero_()
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def give(self, stack: Tensor) -> None:
+        """Keep a stack whose cache is gone, and of all that are free the newest."""
+        self._free = [*self._free, stack][-KEPT:]

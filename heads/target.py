@@ -138,6 +138,8 @@ class Target:
     def adopt(self, head: nn.Module) -> None:
         """Bring a trained head to the target's device and dtype, packed when the target is."""
         head.to(self.device, self.dtype).eval().requires_grad_(False)
+        if head.vocab is not None:  # no part of the module, and read at every level of a draft
+            head.vocab = head.vocab.to(self.device)
         if self.parts.readout.packed_WD is not None:
             pack_linears(head)
         if self.compiled is not None:
@@ -207,9 +209,7 @@ class Target:
         Raises ValueError for a target that cannot decode.
         """
         self.check_decodes()
-        if self.compiled is not None:
-            self.compiled.prepare(batch)
-        return KVCache(
+        cache = KVCache(
             batch,
             max_len,
             max_nodes,
@@ -218,13 +218,18 @@ class Target:
             windows=self.windows,
             num_layers=self.shape.num_layers,
         )
+        if self.compiled is not None:
+            self.compiled.prepare(batch)
+            self.compiled.place(cache)
+        return cache
 
     def check_decodes(self) -> None:
         """Raise ValueError for a state that cannot be rolled back, or weights in several places."""
         if self.cannot_decode:
             raise ValueError(
-                f"{self.name}: {self.cannot_decode} cannot be rolled back after a rejected draft; "
-                "only training from captured features works with this target"
+                f"{self.name}: {self.cannot_decode} cannot be rolled back after a rejected draft, "
+                "so that it can neither decode nor draft here; heads can be trained for it from "
+                "captured features"
             )
         if self.tensor_ranks > 1 or self.spread:
             where = f"{self.tensor_ranks} processes" if self.tensor_ranks > 1 else "several devices"

@@ -65,7 +65,7 @@ class DraftVocab:
         return full.index_copy_(-1, self.ids_W.to(probs_W.device), probs_W)
 
     def to(self, device: torch.device) -> "DraftVocab":
-        """Return the vocabulary with its tensors on another device."""
+        """Return the vocabulary with its tensors on a device: itself, if they are there."""
         if self.ids_W.device == device:
             return self
         return DraftVocab(self.ids_W.to(device), self.target_size)

@@ -1,7 +1,8 @@
 """The decoding loop, for every drafter and for none: draft, target pass, verify, keep, observe.
 
 B rows go in lockstep; the last row takes the place of a finished one, and the next prompt joins at
-the end. One host synchronisation a round, and one more where a policy or a budget cuts drafts.
+the end. One host synchronisation a round, and more where a policy or a budget cuts drafts or a
+drafter works on the host.
 Shapes: B rows, N tree nodes, V target vocabulary, K path nodes.
 """
 

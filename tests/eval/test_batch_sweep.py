@@ -76,8 +76,8 @@ def test_repeats_count_by_their_median(monkeypatch):
 
 
 def test_a_batch_larger_than_the_suite_is_refused():
-    with pytest.raises(ValueError, match="eval.batch_sizes=4: the suite has 3 prompts"):
-        queues(suite([0, 1, 2], max_new_tokens=3).requests, 4)
+    with pytest.raises(ValueError, match=r"eval.batch_sizes=\[1, 4\]: the suite has 3 prompts"):
+        sweep(cycle(), [], suite([0, 1, 2], max_new_tokens=3), batch_sizes=[1, 4])
 
 
 def test_a_group_is_four_prompts_a_row_and_one_that_fills_no_batch_is_left_out():
@@ -118,6 +118,11 @@ def test_an_arm_under_a_policy_says_so_and_learns_afresh_at_each_size(tiny):
     assert isinstance(made, AdaptivePolicy)
     ((one, four),) = sweep(tiny, [adaptive], prompts)
     assert 0 < one.mean_drafted <= 3.0
+
+
+def test_an_arm_that_cannot_follow_a_policy_is_refused_before_anything_is_decoded():
+    with pytest.raises(ValueError, match="policy=survival: plain cannot stop by probabilities"):
+        paced(arm("a", Script([1])), PolicyConfig(kind="survival"))
 
 
 def test_an_arm_is_left_alone_without_a_policy_or_a_budget():

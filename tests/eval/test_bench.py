@@ -1,5 +1,6 @@
 """The benchmark on targets whose every token is known."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from models import anti, make_head, oracle, target_of, tiny_model
 from scripted import Clock, Script, arm, cycle, law, suite, where
 
 from headstart.data.template import ChatTemplate
-from headstart.eval import timing
+from headstart.eval import bench, timing
 from headstart.eval.arms import Arm, head_arms
 from headstart.eval.bench import benchmark, evaluate_heads, quick_tau
 from headstart.eval.engine.decode import decode
@@ -396,6 +397,42 @@ def test_evaluate_heads_writes_a_directory_an_arm_and_a_report(tmp_path, chat_ta
     assert [read_result(tmp_path / "out" / name) for name in names] == results
     assert "medusa-runs-fork" in (tmp_path / "out" / "report.md").read_text()
     assert "medusa-runs-chain2" in capsys.readouterr().out
+
+
+def evaluate_one(tmp_path, target, **options):
+    return evaluate_heads(
+        target,
+        ChatTemplate(target.tokenizer),
+        [save_medusa(tmp_path / "runs" / "head", target)],
+        [CHAIN],
+        sampling=GREEDY,
+        config=replace(QUICK, max_new_tokens=4, **options),
+        out=tmp_path / "out",
+        run_config={},
+    )
+
+
+def test_a_batch_larger_than_the_prompts_that_fit_is_refused_before_anything_is_decoded(
+    tmp_path, chat_target
+):
+    rows = [{"question_id": n, "category": "x", "turns": ["Hello?"]} for n in range(3)]
+    path = tmp_path / "three.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"eval.batch_sizes=\[1, 8\]: the suite has 3 prompts"):
+        evaluate_one(tmp_path, chat_target, suite=str(path), num_prompts=20, batch_sizes=[1, 8])
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_measured_is_written_before_the_batch_sweep_begins(
+    tmp_path, chat_target, monkeypatch
+):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "batch_sweep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_one(tmp_path, chat_target, num_prompts=2, batch_sizes=[1])
+    assert read_result(tmp_path / "out" / "medusa-runs-chain2").counts.prompts == 2
 
 
 def test_heads_of_one_directory_name_are_told_apart_by_their_parents(tmp_path, chat_target):

@@ -12,6 +12,7 @@ from laws import LAWS, PROCESSORS, chi_square_of_answers
 from models import (
     make_head,
     markov,
+    markov_head,
     requests,
     run,
     some_vocab,
@@ -20,6 +21,8 @@ from models import (
     tiny_model,
     tokens_of,
 )
+from paced import Whim, rounds_of
+from paced import run as run_paced
 from scripted import cycle
 from torch import Tensor
 
@@ -28,8 +31,11 @@ from headstart.eval.engine.drafters.base import Drafter, NoDrafter
 from headstart.eval.engine.drafters.build import text_drafter
 from headstart.eval.engine.drafters.config import LookupConfig, SuffixConfig
 from headstart.eval.engine.drafters.draft_model import ModelDrafter
+from headstart.eval.engine.drafters.dynamic import DynamicHeadDrafter
 from headstart.eval.engine.drafters.fallback import FallbackDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter
+from headstart.eval.engine.dynamic_tree import DynamicShape
+from headstart.eval.engine.policy import AdaptivePolicy, TablePolicy
 from headstart.eval.engine.sampling import SamplingConfig, processed_probs, prompt_key
 from headstart.eval.engine.tree import DraftTree, TreeShape
 from headstart.heads.target import Target
@@ -189,6 +195,18 @@ def test_the_law_of_the_output_is_the_targets(name):
 
 
 @pytest.mark.parametrize("name", DRAWN)
+def test_the_law_of_the_output_is_the_targets_within_a_budget(name):
+    """Half of the rows' wishes are met: which nodes are left out may not depend on their tokens."""
+    target = target_of(markov(LAWS.tolist()))
+    drafter = made(name, target, PROCESSORS)
+    options = {"sampling": PROCESSORS, "batch_size": 1_000, "max_pass_tokens": 2_500}
+    done = run_paced(target, drafter, markov_requests(4_000), **options)
+    drafted = [r.drafted for r in rounds_of(done) if r.rows == 1_000]
+    assert 0 < sum(drafted) <= 1.5 * len(drafted)
+    chi_square_of_answers(done, processed_probs(LAWS.log(), PROCESSORS), 3)
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_the_law_of_the_output_is_found_wrong_with_a_wrong_law_of_the_drafts(name, monkeypatch):
     """The chi-square has power: laws recorded as uniform over the draft vocabulary are caught."""
     target = target_of(markov(LAWS.tolist()))
@@ -267,6 +285,49 @@ def test_p46_a_stop_token_or_the_limit_inside_a_draft_ends_the_output(name, new,
     assert (done.rounds[-1].stop == "cut") == bool(stop_ids)
 
 
+def head_of_the_law(shape: TreeShape | DynamicShape, children: str = "top_k") -> Make:
+    def make(target: Target, sampling: SamplingConfig) -> Drafter:
+        exact = markov_head(target)
+        if isinstance(shape, DynamicShape):
+            return DynamicHeadDrafter(exact, target.parts, shape)
+        return HeadDrafter(exact, target.parts, shape, sampling=sampling, children=children)
+
+    return make
+
+
+def the_same_model(target: Target, sampling: SamplingConfig) -> ModelDrafter:
+    return ModelDrafter(cycle(), target, tokens=5, sampling=sampling)
+
+
+BUSHY = TreeShape.from_choices([[0], [1], [0, 0], [1, 0], [0] * 3, [0] * 4, [0] * 5])
+RIGHT: dict[str, Make] = {
+    "model": the_same_model,
+    "lookup, model": fallback(SURE, the_same_model),
+    "chain": head_of_the_law(TreeShape.chain(5)),
+    "tree": head_of_the_law(BUSHY),
+    "dynamic tree": head_of_the_law(DynamicShape(2, 5, 8)),
+    "lookup, drawn chain": fallback(SURE, head_of_the_law(TreeShape.chain(5), "sampled")),
+    "drawn chain": head_of_the_law(TreeShape.chain(5), "sampled"),
+}
+"""Drafters of the right five tokens, on CYCLE."""
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("new", "stop_ids"), [(20, [3]), (7, []), (5, [])])
+def test_p46_a_stop_token_or_the_limit_inside_a_models_draft_ends_the_output(
+    name, new, stop_ids, sampling
+):
+    target = cycle()
+    drafter = RIGHT[name](target, sampling)
+    request = [Request("p", (0,), new)]
+    done = run(target, drafter, request, stop_ids=stop_ids, sampling=sampling)["p"]
+    assert done.token_ids == list(range(1, 4 if stop_ids else 1 + new))
+    (only,) = done.rounds
+    assert only.stop == ("cut" if stop_ids else "leaf")
+    assert only.accepted == (2 if stop_ids else new - 2)
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_p50_drafts_get_shorter_near_the_end_of_the_context(name):
     target = target_of(tiny_model(max_position_embeddings=64))
@@ -277,6 +338,47 @@ def test_p50_drafts_get_shorter_near_the_end_of_the_context(name):
         assert all(c.token_ids == want[k] for k, c in done.items())
         assert done["long"].stop_reason == "context"
         assert max(r.depth_max for r in done["long"].rounds) <= 2
+
+
+def test_p50_a_long_draft_of_text_in_one_row_leaves_a_head_room_in_the_longest():
+    """One row is at the end of its cache while the other accepts ten tokens of its prompt."""
+    target = cycle()
+    pair = [Request("longest", (0,) * 60, 8), Request("repeats", (*range(8),) * 3, 40)]
+    text = text_drafter(LookupConfig(tokens=10, max_n=3, min_n=3))
+    for last in (head(TreeShape.chain(2)), the_same_model):
+        drafter = FallbackDrafter([text], last(target, GREEDY), vocab_size=8)
+        done = run(target, drafter, pair, batch_size=2)
+        assert tokens_of(done) == tokens_of(run(target, None, pair))
+        assert max(r.accepted for r in done["repeats"].rounds) == 10
+
+
+@pytest.mark.parametrize("max_pass_tokens", [None, 9])
+@pytest.mark.parametrize("name", MADE)
+def test_p47_greedy_output_is_the_plain_one_at_any_depth_and_within_a_budget(
+    name, max_pass_tokens, tiny, prompts, plain
+):
+    few = prompts[:4]
+    for policy in (Whim(), TablePolicy([[1, 2]]), AdaptivePolicy(None, memory=9, probe_every=4)):
+        options = {"policy": policy, "max_pass_tokens": max_pass_tokens}
+        done = run_paced(tiny, made(name, tiny), few, **options)
+        assert all(c.token_ids == plain[k] for k, c in done.items())
+        assert any(r.drafted > 0 for r in rounds_of(done))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [("head", "the head's"), ("drawn head", "the head's"), ("model", "the draft model's")],
+)
+def test_logits_that_are_no_numbers_are_told_as_the_drafters(name, whose, sampling, tiny):
+    """Greedy drafting would go on with any token, and tau would fall to 1 without a word."""
+    make = {"head": head(CHAIN), "drawn head": head(CHAIN, "sampled"), "model": model}[name]
+    drafter = make(tiny, sampling)
+    drafting = drafter.model.model if name == "model" else drafter.head
+    for weight in drafting.parameters():
+        weight.data.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match=f"{whose} logits are not finite"):
+        run(tiny, drafter, requests(2, 8), sampling=sampling)
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -1,13 +1,13 @@
 """Policies: pure rules, what they do to a run, and that they never change what is decoded."""
 
 import itertools
-import math
 import warnings
 from collections import Counter
 
 import pytest
 import torch
-from models import markov, oracle, requests, target_of, tiny_model, tokens_of
+from laws import LAWS, chi_square_of_answers
+from models import markov, oracle, requests, target_of, tokens_of
 from paced import (
     CHAIN,
     FAMILIES,
@@ -21,7 +21,6 @@ from paced import (
     rounds_of,
     run,
 )
-from scipy.stats import chi2
 from torch import Tensor
 from traces import chain_round
 
@@ -35,11 +34,8 @@ from headstart.eval.engine.adaptive import (
 )
 from headstart.eval.engine.decode import Request
 from headstart.eval.engine.drafters import head as head_drafters
-from headstart.eval.engine.drafters.base import FULL, Drafter, DraftLimit
-from headstart.eval.engine.drafters.draft_model import ModelDrafter
+from headstart.eval.engine.drafters.base import FULL, DraftLimit
 from headstart.eval.engine.drafters.head import best_log_prob
-from headstart.eval.engine.drafters.lookup import LookupDrafter
-from headstart.eval.engine.drafters.suffix import SuffixDrafter
 from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.policy import (
     AdaptivePolicy,
@@ -384,28 +380,6 @@ def test_fixed_children_leave_the_text_the_same_under_every_policy(
     assert tokens_of(done) == tokens_of(run(tiny, None, prompts, sampling=sampling))
 
 
-def headless(target: Target) -> dict[str, Drafter]:
-    counts = {"factor": 1.0, "offset": 1.0, "min_prob": 0.1, "min_score": 0.0, "depth": 16}
-    other = target_of(tiny_model(seed=1))
-    return {
-        "lookup": LookupDrafter(tokens=4, max_n=3, min_n=1, order="latest"),
-        "suffix": SuffixDrafter(tokens=5, tree=True, responses=9, keep_warm=False, **counts),
-        "model": ModelDrafter(other, target, tokens=3, sampling=GREEDY),
-    }
-
-
-@pytest.mark.parametrize("max_pass_tokens", [None, 9])
-@pytest.mark.parametrize("name", ["lookup", "suffix", "model"])
-def test_drafters_without_a_head_leave_the_text_the_same_at_any_depth(
-    tiny, prompts, plain, name, max_pass_tokens
-):
-    drafter = headless(tiny)[name]
-    for policy in (Whim(), TablePolicy([[1, 2]]), adaptive()):
-        done = run(tiny, drafter, prompts, policy=policy, max_pass_tokens=max_pass_tokens)
-        assert tokens_of(done) == plain
-        assert any(r.drafted > 0 for r in rounds_of(done))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_p49_a_drafter_that_was_not_shown_every_round_drafts_as_one_that_was(tiny, family):
     prompts = requests(7, 30)
@@ -540,33 +514,15 @@ def test_a_drafter_without_probabilities_cannot_follow_survival(tiny, prompts):
 
 # Children that are drawn: the law stays, whatever the depth
 
-LAWS = torch.rand(8, 8, generator=torch.Generator().manual_seed(1)) ** 3 + 0.02
-LAWS = LAWS / LAWS.sum(-1, keepdim=True)
-PROCESSORS = SamplingConfig(temperature=0.7, seed=2)
-
-
-def p_value(done, law_VV: Tensor, prompt: int) -> float:
-    """Return the chi-square tail of the joint law of the answers against the target's own."""
-    counts = Counter(tuple(c.token_ids) for c in done.values())
-    total, statistic, cells, rare = sum(counts.values()), 0.0, 0, [0.0, 0.0]
-    for answer in itertools.product(range(8), repeat=len(next(iter(counts)))):
-        steps = itertools.pairwise((prompt, *answer))
-        expected = total * math.prod(float(law_VV[a, b]) for a, b in steps)
-        if expected < 5:
-            rare = [rare[0] + expected, rare[1] + counts[answer]]
-        else:
-            statistic += (counts[answer] - expected) ** 2 / expected
-            cells += 1
-    statistic += (rare[1] - rare[0]) ** 2 / max(rare[0], 1.0)
-    return float(chi2.sf(statistic, cells))
+WARM = SamplingConfig(temperature=0.7, seed=2)
 
 
 def _answers(policy, shape, count=6_000):
     target = target_of(markov(LAWS.tolist()))
     vocab = DraftVocab(torch.tensor([0, 1, 3, 4, 6, 7]), 8)
-    drafter = drafter_of(target, "eagle", shape, PROCESSORS, children="sampled", vocab=vocab)
+    drafter = drafter_of(target, "eagle", shape, WARM, children="sampled", vocab=vocab)
     made = [Request(f"p{i}", (5, 3), 4) for i in range(count)]
-    return drafter, run(target, drafter, made, policy=policy, sampling=PROCESSORS, batch_size=1_000)
+    return drafter, run(target, drafter, made, policy=policy, sampling=WARM, batch_size=1_000)
 
 
 @pytest.mark.parametrize("shape", [CHAIN(3), TREE], ids=["a", "c"])
@@ -575,14 +531,15 @@ def test_drawn_children_keep_the_law_under_a_policy(policy, shape):
     drafter, done = _answers(policy(), shape)
     assert drafter.scheme in "ac"
     assert len({r.depth_max for r in rounds_of(done)}) > 2
-    assert p_value(done, processed_probs(LAWS.log(), PROCESSORS), 3) > 1e-6
+    chi_square_of_answers(done, processed_probs(LAWS.log(), WARM), 3)
 
 
 def test_stopping_by_the_probability_of_a_drawn_token_itself_would_change_the_law(monkeypatch):
     """The requirement on truncation: a level may not be dropped for what was drawn there."""
     monkeypatch.setattr(head_drafters.HeadDrafter, "propose_within", _anticipating)
     _, done = _answers(SurvivalPolicy(0.2), CHAIN(3))
-    assert p_value(done, processed_probs(LAWS.log(), PROCESSORS), 3) < 1e-6
+    with pytest.raises(AssertionError):
+        chi_square_of_answers(done, processed_probs(LAWS.log(), WARM), 3)
 
 
 def _anticipating(self, root_B, positions_B, keys_B, limit):

@@ -11,6 +11,7 @@ import torch
 from models import make_head, requests, target_of, tiny_model, tokens_of, variant_model
 from torch import Tensor
 
+from headstart.eval.batch_sweep import batch_sweep
 from headstart.eval.engine.decode import Request
 from headstart.eval.engine.drafters.base import Drafter
 from headstart.eval.engine.drafters.draft_model import ModelDrafter
@@ -20,9 +21,13 @@ from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.engine.tree import DraftTree, TreeShape
+from headstart.eval.settings import EvalConfig
+from headstart.eval.suites import Suite
 from headstart.heads.base import DraftHead
+from headstart.heads.cache import KVCache
 from headstart.heads.compiled import Compiler
 from headstart.heads.compiled_target import CompiledTarget
+from headstart.heads.replay import Storage
 from headstart.heads.runtime import Compilation, RuntimeConfig, late_warning
 from headstart.heads.target import Target
 
@@ -330,6 +335,48 @@ def test_a_recording_made_while_the_clock_runs_is_late() -> None:
             found += replays(times, [torch.full((2,), value)], [], [torch.tensor(2.0)])
     assert [each.tolist() for each in found] == [[2.0, 2.0], [6.0, 6.0]]
     assert (compiler.info.recordings, compiler.info.late) == (1, 1)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "draft model"])
+def test_another_prompt_of_nearly_the_same_length_is_not_recorded_again(
+    recorded: Target, family: str
+) -> None:
+    """Each prompt has caches of its own, which lie where those of the prompt before lay."""
+    drafter = _any_drafter(recorded, family)
+    first, other = ([Request(f"p{n}", (7, 8, 9) * n, 16)] for n in (4, 5))
+    run(recorded, drafter, first)
+    before = _info(recorded).recordings
+    run(recorded, drafter, other)
+    assert _info(recorded).recordings == before
+
+
+def test_two_caches_at_once_do_not_share_their_storage() -> None:
+    storage, caches = Storage(), []
+    for value in (1.0, 2.0):
+        cache = KVCache(1, 16, 2, dtype=torch.float32)
+        cache.reuse(storage)
+        cache.open_next(1, 3)
+        cache.update(torch.full((1, 2, 3, 4), value), torch.full((1, 2, 3, 4), value), 0)
+        cache.advance([3])
+        caches.append(cache)
+    assert [c.committed(0)[0][0].unique().tolist() for c in caches] == [[1.0], [2.0]]
+    places = {c.stacks[0].data_ptr() for c in caches}
+    del cache, caches
+    for _ in range(2):
+        again = storage.take((2, 1, 2, 512, 4), torch.zeros(0))
+        assert again.data_ptr() in places
+        assert not again.any()  # masked slots are multiplied by weight 0, and may hold no NaN
+        places.remove(again.data_ptr())
+
+
+def test_what_the_batch_sweep_compiles_or_records_on_the_clock_is_late(recorded: Target) -> None:
+    """The second prompt reads a part of its cache that no prompt of the warm-up came to."""
+    requests = [Request(f"p{n}", (7,) * n, 9) for n in (5, 150)]
+    suite = Suite("two", "0" * 16, requests, {r.prompt_id: "x" for r in requests})
+    config = EvalConfig(batch_sizes=[1], num_prompts=2, warmup_prompts=1, resamples=2_000)
+    before = _info(recorded).late
+    batch_sweep(recorded, [], suite, sampling=SamplingConfig(), config=config, stop_ids=())
+    assert _info(recorded).late > before
 
 
 @pytest.mark.gpu

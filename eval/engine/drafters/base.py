@@ -24,7 +24,8 @@ class Drafter(Protocol):
     num_nodes: int
     """N, the most nodes of a tree; a round may have fewer, in one of a few widths."""
     draft_calls: int
-    """Model calls that `propose` makes; `observe` makes the first one, timed as commit."""
+    """Model calls that `propose` makes; a head's first depth comes from `observe`, timed as commit.
+    """
 
     def start(self, batch: int, max_len: int) -> None:
         """Make room for `batch` rows of up to `max_len` tokens."""

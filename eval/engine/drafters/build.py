@@ -42,13 +42,21 @@ def text_drafter(config: LookupConfig | SuffixConfig) -> LookupDrafter | SuffixD
 def model_drafter(
     config: ModelConfig, target: Target, sampling: SamplingConfig, *, option: str
 ) -> ModelDrafter:
-    """Load a draft model onto the target's device, packed and compiled as the target is.
+    """Load a draft model onto the target's device, with its attention, packed and compiled alike.
 
     `option` is what messages call the config. Raises FileNotFoundError for a path that is not
     there, and ValueError for other tokens than the target's.
     """
     dtype = config.dtype or str(target.dtype).removeprefix("torch.")
-    where = TargetConfig(config.path, config.revision, dtype, device=str(target.device), pack=False)
+    where = TargetConfig(
+        config.path,
+        config.revision,
+        dtype,
+        device=str(target.device),
+        # Models of one family need the same: soft-capped attention is known to eager only.
+        attention="eager" if target.model.config._attn_implementation == "eager" else "sdpa",
+        pack=False,
+    )
     model = load_target(where, option=option)
     drafter = ModelDrafter(model, target, tokens=config.tokens, sampling=sampling)
     target.adopt_model(model)

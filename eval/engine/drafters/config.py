@@ -66,6 +66,11 @@ class SuffixConfig(DrafterConfig):
         _need("suffix", least | {"min_score": (self.min_score, 0)})
         if not 0 < self.min_prob <= 1:
             raise ValueError(f"suffix.min_prob={self.min_prob}: need a probability in (0, 1]")
+        if self.factor * (self.depth - 1) + self.offset < 1:
+            raise ValueError(
+                f"suffix.factor={self.factor} with suffix.offset={self.offset}: not even a match "
+                f"of {self.depth - 1} tokens, the longest, drafts one; raise one of them"
+            )
         if self.keep_warm and self.responses == 0:
             raise ValueError("suffix.keep_warm=true with suffix.responses=0: nothing is kept")
 

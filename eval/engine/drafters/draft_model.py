@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.engine.drafters.base import FULL, DraftLimit
-from headstart.eval.engine.drafters.head import best_log_prob
+from headstart.eval.engine.drafters.head import best_log_prob, require_finite
 from headstart.eval.engine.sampling import (
     DRAFT,
     SamplingConfig,
@@ -33,7 +33,7 @@ class ModelDrafter:
 
     At temperature > 0 each token is drawn from q, the model's law processed as the target's own is
     (scheme a); greedy drafts are its argmax (scheme a1). Raises ValueError for a model of other
-    tokens than the target's.
+    tokens than the target's, and for one whose state cannot be rolled back.
     """
 
     name, taps = "model", ()
@@ -42,6 +42,7 @@ class ModelDrafter:
         self, model: Target, target: Target, *, tokens: int, sampling: SamplingConfig
     ) -> None:
         check_same_tokens(model, target)
+        model.check_decodes()
         self.model, self.sampling, self.tokens = model, sampling, tokens
         self.vocab_size, self.device = target.shape.vocab_size, target.device
         self.scheme = "a" if sampling.temperature > 0 else "a1"
@@ -101,6 +102,7 @@ class ModelDrafter:
             if depth > 1:
                 logits_BV = self._pass(tokens[-1][:, None])[:, -1]
                 self._cache.advance([1] * B)
+            require_finite(logits_BV, "the draft model's")
             if limit.survival > 0:
                 survival_B += best_log_prob(logits_BV)
                 if bool((survival_B < least).all()):

@@ -47,9 +47,9 @@ class FallbackDrafter:
         return [*self.first, self.last]
 
     def start(self, batch: int, max_len: int) -> None:
-        """Make room for `batch` rows in every drafter."""
+        """Make room for `batch` rows in every drafter, and for what the others' drafts add."""
         for member in self._members:
-            member.start(batch, max_len)
+            member.start(batch, max_len + self.num_nodes)
 
     def begin(self, row: int, first_token: int) -> None:
         """Start a row over in every drafter."""

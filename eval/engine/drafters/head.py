@@ -50,6 +50,7 @@ class HeadBacked:
 
     def start(self, batch: int, max_len: int) -> None:
         """Make room for `batch` rows."""
+        self._state = None  # a new state may then lie where the old one lay
         self._state = self.head.new_state(batch, max_len, self._max_pending, self.parts)
         self._logits_BKW = torch.empty(0)
         self._batch = batch
@@ -139,8 +140,8 @@ class HeadDrafter(HeadBacked):
         tokens_BN[:, 0] = root_B
         probs_BNV = None
         if self.sampled:
-            probs_BNV = torch.zeros(B, self.num_nodes, self.head.shape.vocab_size)
-            probs_BNV = probs_BNV.to(root_B.device)
+            size = (B, self.num_nodes, self.head.shape.vocab_size)
+            probs_BNV = torch.zeros(size, device=root_B.device)
         for depth, level in enumerate(levels):
             if depth < K:
                 logits_BMW = self._logits_BKW[:B, depth, None]
@@ -151,6 +152,7 @@ class HeadDrafter(HeadBacked):
                     level.slots.expand(B, -1),
                     self.parts,
                 )
+            require_finite(logits_BMW, "the head's")
             if limit.survival > 0:
                 survival_B += best_log_prob(logits_BMW[:, 0])
                 if bool((survival_B < math.log(limit.survival)).all()):
@@ -208,6 +210,14 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
     width = logits.shape[-1]
     low_id_first = torch.arange(width - 1, -1, -1, device=logits.device)
     return width - 1 - (rising * width + low_id_first).topk(k, dim=-1).values.remainder(width)
+
+
+def require_finite(logits: Tensor, whose: str) -> None:
+    """Raise RuntimeError where the best logit of a row [.., W] is no number, or infinite.
+
+    A device is not waited for: there the error comes with the round's synchronisation.
+    """
+    torch._assert_async(logits.amax(-1).isfinite().all(), f"{whose} logits are not finite")
 
 
 def best_log_prob(logits_BW: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What drafters that read nothing but text share: a record a row, drafts as lists, trees of them.
 
-They work on the host, from tokens that the round's one synchronisation has already brought there.
+They work on the host, and so does what they are shown: on a GPU that is a second synchronisation.
 A round in which no row finds a draft is a plain step. Shapes: B rows, N tree nodes of the round.
 """
 
