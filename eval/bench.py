@@ -32,7 +32,7 @@ from headstart.eval.session_key import measured_settings
 from headstart.eval.sessions import Place, Session
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite, check_lengths, load_suite
-from headstart.eval.summary import prompt_rows, summarise
+from headstart.eval.summary import leads_over_lookup, prompt_rows, summarise
 from headstart.eval.timing import Runner
 from headstart.heads.runtime import late_warning
 from headstart.heads.target import Target
@@ -168,6 +168,8 @@ def benchmark(
             provenance=provenance,
         )
         outcomes.append((result, prompt_rows(timed, number, suite)))
+    for (result, _), lead in zip(outcomes, leads_over_lookup(arms, timed, config), strict=True):
+        result.over_lookup = lead
     return outcomes
 
 

@@ -73,8 +73,7 @@ def bootstrap_difference(
 ) -> dict[str, Interval]:
     """Return the 95 % interval of a minus b for two heads on the same prompts, drawn together.
 
-    Statistics by depth are compared over the depths both drafted. Raises ValueError when the
-    prompts differ.
+    Statistics by depth need drafts of one depth. Raises ValueError when the prompts differ.
     """
     for one, other in zip(sums_a, sums_b, strict=False):
         if one.prompt_id != other.prompt_id:
@@ -86,12 +85,7 @@ def bootstrap_difference(
         raise ValueError(f"a has {len(sums_a)} prompts, b has {len(sums_b)}; compare the same ones")
     a = resampled(sums_a, statistics, resamples=resamples, seed=seed)
     b = resampled(sums_b, statistics, resamples=resamples, seed=seed)
-    return {name: _interval(_minus(a[name], b[name])) for name in statistics}
-
-
-def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    depth = min(a.shape[-1], b.shape[-1])
-    return a - b if a.ndim == 1 else a[:, :depth] - b[:, :depth]
+    return {name: _interval(a[name] - b[name]) for name in statistics}
 
 
 def _interval(values: np.ndarray) -> Interval:

@@ -1,8 +1,9 @@
-"""The leaderboard: which results may be compared, and in which order they stand.
+"""The leaderboard: in which order results that may be compared stand.
 
 Rows are ranked by decode speedup and never by an acceptance rate, which falls with the length of a
 draft by arithmetic alone. They are ranked only within one setting (target, machine, prompts,
-sampling), and a lossy row holds no rank. A head that is no faster than prompt lookup is told so.
+sampling). A lossy row holds no rank, nor does one that is unequal to plain decoding in full
+precision. A head that is no faster than prompt lookup is told so.
 """
 
 import sys
@@ -13,26 +14,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from headstart.eval.compare import Named, Setting, settings_of
 from headstart.eval.intervals import Interval
-from headstart.eval.metrics import DEFINITIONS, Value
+from headstart.eval.metrics import DEFINITIONS, SPEED, TAU, Value
 from headstart.eval.result import Result
+from headstart.eval.standing import ALL, behind_on, fault, lookup_speeds, standing
 
-Named = tuple[str, Result]
-"""A result with the name that its rows carry."""
-
-SPEED = "speedup_ratio_of_sums_decode"
-TAU = "tau_with_bonus_micro"
-LOOKUP = "lookup"
-"""Family that drafts what followed the same words in the prompt: what a head must beat."""
-ALL = ""
-"""Stands for the prompts of all suites together."""
 COLUMNS = {
-    "rank": "place by decode speedup among the lossless rows of one setting",
+    "rank": "place by decode speedup among the rows of one setting that are neither lossy nor "
+    "unequal to plain decoding in full precision",
     "drafter": "what drafted; plain is the target alone, through the same loop",
     "decode speedup": f"{SPEED}: {DEFINITIONS[SPEED]}; 95 % interval over prompts",
     "over lookup": "decode speedup over that of the fastest prompt lookup on the same prompts; "
-    "BELOW: no head is needed for as much; unclear: the row's interval reaches lookup's speed; "
-    "with suites named, BELOW there",
+    "BELOW: no head is needed for as much; unclear: the interval of the difference (of separate "
+    "runs, the row's own) reaches lookup's speed; with suites of 20 prompts or more named, BELOW "
+    "there",
     "tau": f"{TAU}: {DEFINITIONS[TAU]}; 95 % interval over prompts",
     "draft cost": "milliseconds of a round outside the target's pass (draft and commit) over those "
     "of a plain step",
@@ -43,93 +39,34 @@ COLUMNS = {
     "e2e speedup": f"speedup_ratio_of_sums_e2e: {DEFINITIONS['speedup_ratio_of_sums_e2e']}",
     "tau, full rounds": f"tau_full_rounds: {DEFINITIONS['tau_full_rounds']}",
     "cut": f"cut_rounds: {DEFINITIONS['cut_rounds']}",
+    "repeats": "times that every prompt was timed; the median counts",
 }
 
 
 def print_leaderboard(results: Sequence[Result]) -> None:
-    """Print the leaderboard; a log file has no width of its own, the table needs about 200."""
-    Console(width=None if sys.stdout.isatty() else 200).print(leaderboard_table(results))
+    """Print the leaderboards; a log file has no width of its own, a table needs about 220."""
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    for setting in settings_of(results):
+        console.print(leaderboard_table(setting))
 
 
-def leaderboard_table(results: Sequence[Result]) -> Table:
-    """Return the leaderboard for a terminal, one section a setting, ranked like the report."""
-    table = Table(title="Leaderboard: decode speedup over the target alone, 95 % interval")
+def leaderboard_table(setting: Setting) -> Table:
+    """Return the leaderboard of one setting for a terminal, ranked like the report."""
+    title = f"{setting.label}: decode speedup over the target alone, 95 % interval"
+    table = Table(title=escape(title), caption=escape(" ".join(setting.again)) or None)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("drafter", "tree") else "right")
-    for group in by_setting(name_results(results)).values():
-        for row in leaderboard_rows(group):
-            table.add_row(*map(escape, row))
-        table.add_section()
+    for row in leaderboard_rows(setting.rows):
+        table.add_row(*map(escape, row))
     return table
 
 
-def name_results(results: Sequence[Result]) -> list[Named]:
-    """Pair each result with its drafter's name, numbered where one setting has it several times."""
-    keys = [(_setting(r), r.drafter.name) for r in results]
-    unique = [
-        f"{name} #{keys[: i + 1].count((setting, name))}"
-        if keys.count((setting, name)) > 1
-        else name
-        for i, (setting, name) in enumerate(keys)
-    ]
-    return list(zip(unique, results, strict=True))
-
-
-def by_setting(named: Sequence[Named]) -> dict[str, list[Named]]:
-    """Group results that may be compared: same target, machine, prompts, sampling and limits."""
-    groups: dict[str, list[Named]] = {}
-    for name, result in named:
-        groups.setdefault(_setting(result), []).append((name, result))
-    return groups
-
-
-def setting_labels(groups: Sequence[Sequence[Named]]) -> list[str]:
-    """Name each setting by its prompts, its temperature and whatever else tells it apart."""
-    parts = [_parts(group[0][1]) for group in groups]
-    told = {key for key in parts[0] if key in _ALWAYS or len({part[key] for part in parts}) > 1}
-    return [", ".join(part[key] for key in part if key in told) for part in parts]
-
-
-_ALWAYS = ("prompts", "temperature")
-
-
-def _setting(result: Result) -> str:
-    p = _parts(result)
-    return (
-        f"{p['target']} on {p['device']}, {p['threads']}, {p['dtype']}, {p['runtime']}, "
-        f"{p['batch']}; prompts "
-        f"{p['prompts']} ({p['suite']}), {p['template']}; {p['temperature']}, {p['top_p']}, "
-        f"{p['top_k']}, {p['limit']}, {p['eos_policy']}"
-    )
-
-
-def _parts(result: Result) -> dict[str, str]:
-    """Return what must agree between results that are compared, the prompts first."""
-    p, s, made = result.provenance, result.sampling, result.compilation
-    return {
-        "prompts": p.prompt_suite,
-        "temperature": f"temperature {s.temperature:g}",
-        "target": f"{p.target} (fingerprint {p.target_fingerprint[:8]})",
-        "device": p.device,
-        "threads": f"{p.threads} threads",
-        "dtype": p.dtype,
-        "runtime": f"runtime {'eager' if made is None else 'compiled ' + '+'.join(made.parts)}",
-        "batch": f"batch {s.batch}",
-        "suite": p.prompt_suite_hash[:8],
-        "template": f"template {p.template_hash[:8]}",
-        "top_p": f"top_p {s.top_p:g}",
-        "top_k": f"top_k {s.top_k}",
-        "limit": f"at most {s.max_new_tokens} new tokens",
-        "eos_policy": f"eos_policy {s.eos_policy}",
-    }
-
-
 def by_speed(named: Sequence[Named]) -> list[Named]:
-    """Sort by decode speedup, fastest first: lossless, then unmeasured, then lossy results."""
+    """Sort by decode speedup, fastest first: what may hold a rank, unmeasured, then the others."""
 
     def key(row: Named) -> tuple[bool, bool, float]:
         speed = row[1].figures[SPEED]
-        return (not row[1].drafter.lossless, speed is None, -(speed or 0.0))
+        return (fault(row[1]) != "", speed is None, -(speed or 0.0))
 
     return sorted(named, key=key)
 
@@ -139,7 +76,7 @@ class Row:
     """One row of a leaderboard: a drafter, or plain decoding where `result` is null."""
 
     kind: str
-    """'ranked', 'plain', 'unranked' (no plain arm to compare with) or 'lossy'."""
+    """'ranked', 'plain', 'unranked' (no plain arm to compare with), 'lossy' or 'unequal'."""
     cells: list[str]
     """Under COLUMNS."""
     result: Result | None = None
@@ -148,7 +85,7 @@ class Row:
 
 
 def leaderboard(group: Sequence[Named]) -> list[Row]:
-    """Return the rows of one setting: ranked ones with plain at its place, unranked, then lossy."""
+    """Return the rows of one setting: ranked ones with plain at its place, then all others."""
     lookups = lookup_speeds(group)
     rows = [_row(name, result, lookups) for name, result in by_speed(group)]
     ranked = [row for row in rows if row.kind == "ranked"]
@@ -163,48 +100,6 @@ def leaderboard_rows(group: Sequence[Named]) -> list[list[str]]:
     return [row.cells for row in leaderboard(group)]
 
 
-def lookup_speeds(group: Sequence[Named]) -> dict[str, float]:
-    """Return the decode speedup of the fastest lossless prompt lookup: on ALL, and by suite.
-
-    Empty where none was run.
-    """
-    found: dict[str, float] = {}
-    for _, result in group:
-        if result.drafter.family == LOOKUP and result.drafter.lossless:
-            for suite, speed in speeds(result).items():
-                found[suite] = max(speed, found.get(suite, speed))
-    return found
-
-
-def speeds(result: Result) -> dict[str, float]:
-    """Return the decode speedups that were measured: on ALL, and by suite."""
-    figures = {ALL: result.figures} | {name: of.figures for name, of in result.suites.items()}
-    return {name: f[SPEED] for name, f in figures.items() if f[SPEED] is not None}
-
-
-def standing(result: Result, lookups: Mapping[str, float]) -> str:
-    """Say whether a drafter is worth more than prompt lookup, which needs no training.
-
-    'behind' when it is no faster on all prompts together, 'partly' when on those of some suite,
-    'ahead' when its whole interval lies above lookup's speedup, 'unclear' when only its value does.
-    """
-    own = speeds(result)
-    if result.drafter.family == LOOKUP or ALL not in own or ALL not in lookups:
-        return ""
-    if own[ALL] <= lookups[ALL]:
-        return "behind"
-    if behind_on(result, lookups):
-        return "partly"
-    interval = result.intervals.get(SPEED)
-    return "ahead" if interval is not None and interval[0] > lookups[ALL] else "unclear"
-
-
-def behind_on(result: Result, lookups: Mapping[str, float]) -> list[str]:
-    """Return the suites on which a drafter is no faster than prompt lookup."""
-    own = speeds(result)
-    return [suite for suite in own if suite in lookups and suite and own[suite] <= lookups[suite]]
-
-
 def draft_cost(result: Result) -> float | None:
     """Return the time of a round outside the target's pass, in plain steps; None if untimed."""
     figures = result.figures
@@ -215,10 +110,9 @@ def draft_cost(result: Result) -> float | None:
 
 def _row(name: str, result: Result, lookups: Mapping[str, float]) -> Row:
     f, intervals, equality = result.figures, result.intervals, result.equality
-    kind = "ranked" if f[SPEED] is not None else "unranked"
-    kind = kind if result.drafter.lossless else "lossy"
+    kind = fault(result) or ("unranked" if f[SPEED] is None else "ranked")
     cells = [
-        {"ranked": "", "unranked": "-", "lossy": "lossy"}[kind],
+        {"ranked": "", "unranked": "-"}.get(kind, kind),
         name,
         with_interval(f[SPEED], intervals.get(SPEED)),
         _over_lookup(result, lookups),
@@ -231,6 +125,7 @@ def _row(name: str, result: Result, lookups: Mapping[str, float]) -> Row:
         number(f["speedup_ratio_of_sums_e2e"]),
         number(f["tau_full_rounds"]),
         number(f["cut_rounds"], 0),
+        str(result.repeats),
     ]
     return Row(kind, cells, result, standing(result, lookups))
 
@@ -256,7 +151,7 @@ def _plain_rows(group: Sequence[Named], lookups: Mapping[str, float]) -> list[Ro
     label = "plain" if len(speeds) == 1 else f"plain ({len(speeds)} runs)"
     speed = " to ".join(number(v, 1) for v in dict.fromkeys((speeds[0], speeds[-1])))
     over = number(1 / lookups[ALL]) if ALL in lookups else "-"
-    figures = ["1.00", over, "1.00", "0.00", speed, "-", "-", "-", "1.00", "1.00", "0"]
+    figures = ["1.00", over, "1.00", "0.00", speed, "-", "-", "-", "1.00", "1.00", "0", "-"]
     return [Row("plain", ["", label, *figures])]
 
 

@@ -19,6 +19,9 @@ Value = float | list[float | None] | None
 """A figure: a number, one number a depth (null where it was never tried), or null."""
 Pooled = dict[str, np.ndarray]
 """Sums over prompts by name; a leading R axis when they are bootstrap resamples."""
+SPEED = "speedup_ratio_of_sums_decode"
+"""The figure that ranks drafters."""
+TAU = "tau_with_bonus_micro"
 
 
 @dataclass(frozen=True)
@@ -287,14 +290,16 @@ FIGURES: dict[str, Figure] = {
         lambda s: ratio(_speedup_of_sums(s, "decode"), _speedup_predicted(s)) - 1,
     ),
     "ms_draft_per_round": Figure(
-        "milliseconds a round spent proposing", lambda s: 1e3 * ratio(s["t_draft"], s["rounds"])
+        "milliseconds a round spent proposing; in a batch, one row's share",
+        lambda s: 1e3 * ratio(s["t_draft"], s["rounds"]),
     ),
     "ms_verify_per_round": Figure(
-        "milliseconds a round spent in the target pass",
+        "milliseconds a round spent in the target pass; in a batch, one row's share",
         lambda s: 1e3 * ratio(s["t_verify"], s["rounds"]),
     ),
     "ms_commit_per_round": Figure(
-        "milliseconds a round spent on acceptance, cache moves and the drafter's refresh",
+        "milliseconds a round spent on acceptance, cache moves and the drafter's refresh; in a "
+        "batch, one row's share",
         lambda s: 1e3 * ratio(s["t_commit"], s["rounds"]),
     ),
     "ms_prefill_per_turn": Figure(
@@ -337,19 +342,3 @@ def length_bucket(tokens: int) -> str:
     """Return the range of lengths that a length of at least 1 falls in: 1-1, 2-2, 3-4, 5-8, ..."""
     top = 1 << (tokens - 1).bit_length()
     return f"{top // 2 + 1}-{top}"
-
-
-def expected_tau(alpha_cond_K: Sequence[float]) -> float:
-    """Return tokens per round of a chain, 1 + sum over d of prod_{j<=d} alpha_cond[j].
-
-    Arithmetic of Leviathan et al. (arXiv 2211.17192, eq. 1) with an acceptance by depth.
-    """
-    return 1.0 + math.fsum(np.cumprod(np.asarray(alpha_cond_K, dtype=np.float64)))
-
-
-def expected_speedup(alpha_cond_K: Sequence[float], cost_ratio_c: float) -> float:
-    """Return the speedup of a chain whose draft step costs `cost_ratio_c` target steps.
-
-    Counts a verifying pass as one target step (arXiv 2211.17192, theorem 3.8).
-    """
-    return expected_tau(alpha_cond_K) / (1 + len(alpha_cond_K) * cost_ratio_c)

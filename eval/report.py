@@ -25,8 +25,3 @@ def write_report(results: Sequence[Result], directory: Path) -> Path:
     write_text(directory / "report.md", markdown(report, figures=FIGURES))
     write_text(directory / "report.html", html(report))
     return directory / "report.html"
-
-
-def markdown_report(results: Sequence[Result]) -> str:
-    """Return the whole report as Markdown, without plots. Raises ValueError without results."""
-    return markdown(content(results))

@@ -35,11 +35,16 @@ STEP = 22
 DOT = 5.5
 PLOT = 210
 """Height of the field of a plot with two axes."""
+MARK = 14
+"""Height of the name of a vertical line."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar; `style` is 's' and a number for a series, or 'plain', 'lossy' or 'behind'."""
+    """One bar.
+
+    `style` is 's' and a number for a series, or 'plain', 'lossy', 'behind' or 'partly'.
+    """
 
     label: str
     value: float | None
@@ -78,7 +83,7 @@ def bars(
     left = _label_width([bar.label for _, group in groups for bar in group])
     ends = [v for _, group in groups for b in group for v in (b.value, *(b.interval or ())) if v]
     high = max([*ends, *(value for _, value in marks)], default=1.0) * 1.04
-    scale, top = Scale(0, high, left, WIDTH - 44), HEAD + 14 * bool(marks)
+    scale, top = Scale(0, high, left, WIDTH - 44), HEAD + MARK * len(marks)
     parts, y = [], top
     for heading, group in groups:
         if heading:
@@ -99,12 +104,13 @@ def _field(
     unit: str,
     marks: Sequence[tuple[str, float]],
 ) -> list[str]:
+    """Draw the axis and the marks, each named on a line of its own, to the right where it fits."""
     parts = [x_axis(scale, top, bottom, x_name, unit)]
     for place, (name, value) in enumerate(marks):
-        x = scale(value)
-        anchor = "end" if place == 0 else "start"
-        parts.append(line([(x, top - 4), (x, bottom)], f"mark{place}"))
-        parts.append(text(name, x + (4 if place else 4), top - 6, "tick", anchor))
+        x, y = scale(value), top - 6 - MARK * (len(marks) - 1 - place)
+        fits = x + 4 + LETTER * len(name) <= WIDTH
+        parts.append(line([(x, y + 2), (x, bottom)], f"mark{place}"))
+        parts.append(text(name, x + 4 if fits else x - 4, y, "tick", "start" if fits else "end"))
     return parts
 
 

@@ -4,23 +4,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 
-from headstart.eval.checks import FEW_PROMPTS
-from headstart.eval.leaderboard import (
-    ALL,
-    COLUMNS,
-    SPEED,
-    TAU,
-    Named,
-    by_setting,
-    by_speed,
-    leaderboard,
-    lookup_speeds,
-    name_results,
-    number,
-    setting_labels,
-    standing,
-    with_interval,
-)
+from headstart.eval.compare import Named, Setting, settings_of
+from headstart.eval.leaderboard import COLUMNS, leaderboard
 from headstart.eval.metrics import DEFINITIONS
 from headstart.eval.report_figures import (
     batch_figure,
@@ -28,9 +13,10 @@ from headstart.eval.report_figures import (
     settings_figure,
     speed_figure,
 )
+from headstart.eval.report_headlines import card, headlines, verdict
+from headstart.eval.report_matrix import columns_of_settings, matrix
 from headstart.eval.report_parts import (
     Block,
-    Card,
     Code,
     Figures,
     Paragraphs,
@@ -48,7 +34,6 @@ from headstart.eval.report_sections import (
     grouped,
     histogram,
     loops,
-    matrix,
     predicted,
     samples,
     stages,
@@ -57,28 +42,31 @@ from headstart.eval.report_sections import (
 from headstart.eval.report_warnings import warnings
 from headstart.eval.result import Result
 
-HEADLINES = 3
-Groups = list[tuple[str, list[Named]]]
-"""Results by setting, each setting under its short label."""
+FAULTY = {
+    "lossy": "Rows marked lossy change the output distribution and hold no rank.",
+    "unequal": "Rows marked unequal gave other greedy outputs than plain decoding, though in full "
+    "precision, and hold no rank.",
+}
 
 
 def content(results: Sequence[Result]) -> Report:
     """Return the report of any number of results. Raises ValueError without results."""
     if not results:
         raise ValueError("results=[]: a report needs at least one result")
-    by = by_setting(name_results(results))
-    groups: Groups = list(zip(setting_labels(list(by.values())), by.values(), strict=True))
-    sections = [Section("Warnings", "warnings", [Warnings(warnings(groups))])]
-    if len(groups) > 1:
-        sections.append(_across(groups))
-    for place, ((label, group), setting) in enumerate(zip(groups, by, strict=True), 1):
-        sections += _setting(label, setting, group, f"s{place}")
-    sections += [*_provenance(groups), Section("Definitions", "definitions", [Terms(_terms())])]
+    settings = settings_of(results)
+    told = warnings([(setting.label, setting.rows) for setting in settings])
+    sections = [Section("Warnings", "warnings", [Warnings(told)])]
+    if len(settings) > 1:
+        sections.append(_across(settings))
+    for place, setting in enumerate(settings, 1):
+        sections += _setting(setting, f"s{place}")
+    sections += [*_provenance(settings), Section("Definitions", "definitions", [Terms(_terms())])]
     return Report(
         "What each drafter buys",
         _subtitle(results),
-        [_card(label, group, f"s{i}") for i, (label, group) in enumerate(groups, 1)],
-        [_headline(n, r) for _, group in groups for n, r in by_speed(group)[:HEADLINES]],
+        verdict(settings),
+        [card(setting, f"s{place}") for place, setting in enumerate(settings, 1)],
+        [line for setting in settings for line in headlines(setting)],
         sections,
     )
 
@@ -93,69 +81,22 @@ def _subtitle(results: Sequence[Result]) -> str:
     return f"{', '.join(targets)} on {', '.join(devices)}; {len(results)} results, {span}"
 
 
-def _remarks(result: Result) -> list[str]:
-    speed, interval = result.figures[SPEED], result.intervals.get(SPEED)
-    remarks = []
-    if speed is not None and interval is not None and interval[0] <= 1 <= interval[1]:
-        remarks.append("no speedup is shown: the interval contains 1")
-    if result.counts.prompts < FEW_PROMPTS:
-        remarks.append(f"fewer than {FEW_PROMPTS} prompts: a rough interval")
-    return remarks
-
-
-def _headline(name: str, result: Result) -> str:
-    speed, interval = result.figures[SPEED], result.intervals.get(SPEED)
-    parts = [f"**{name}** ({result.drafter.tree})"]
-    if speed is None:
-        parts.append("speed not measured;")
-    else:
-        parts.append(f"decodes {with_interval(speed, interval, 'x')} as fast as the target alone,")
-    tau = with_interval(result.figures[TAU], result.intervals.get(TAU))
-    parts.append(f"at {tau} tokens per round over {result.counts.prompts} prompts")
-    parts += [f"({remark})" for remark in _remarks(result)]
-    if not result.drafter.lossless:
-        parts.append("and is **lossy**: its outputs do not follow the target's distribution")
-    return " ".join(parts) + "."
-
-
-def _card(label: str, group: Sequence[Named], anchor: str) -> Card:
-    name, result = by_speed(group)[0]
-    speed, interval = result.figures[SPEED], result.intervals.get(SPEED)
-    tau = number(result.figures[TAU])
-    remarks = _remarks(result)
-    if not result.drafter.lossless:
-        remarks.append("lossy: its outputs do not follow the target's distribution")
-    lookups = lookup_speeds(group)
-    if standing(result, lookups) == "behind":
-        remarks.append("no faster than prompt lookup")
-    over = f", {speed / lookups[ALL]:.2f} times prompt lookup" if ALL in lookups else ""
-    return Card(
-        label,
-        "-" if speed is None else f"{speed:.2f}x",
-        "" if interval is None else f"95 % interval {interval[0]:.2f} to {interval[1]:.2f}",
-        f"{name}, {tau} tokens per round, {result.counts.prompts} prompts{over}",
-        remarks,
-        anchor,
-    )
-
-
-def _across(groups: Groups) -> Section:
+def _across(settings: Sequence[Setting]) -> Section:
     """Put every drafter beside itself on other prompts or settings."""
-    columns = {
-        label: ({name: r.figures[SPEED] for name, r in group}, lookup_speeds(group).get(ALL))
-        for label, group in groups
-    }
-    figure = settings_figure(groups, "across-speedup")
-    return Section("Across suites and settings", "across", [Figures([figure]), matrix(columns)])
+    figure = settings_figure(settings, "across-speedup")
+    rows = [row for setting in settings for row in setting.rows]
+    table = matrix(columns_of_settings(settings), rows, "setting")
+    return Section("Across suites and settings", "across", [Figures([figure]), table])
 
 
-def _setting(label: str, setting: str, group: Sequence[Named], slug: str) -> list[Section]:
-    """Return the sections of results that compare: same target, machine, prompts, sampling."""
+def _setting(setting: Setting, slug: str) -> list[Section]:
+    """Return the sections of results that compare."""
+    group = setting.rows
     rows = leaderboard(group)
     kinds = [" ".join(filter(None, (row.kind, row.standing))) for row in rows]
-    told = [f"{setting}."]
-    if any(row.kind == "lossy" for row in rows):
-        told.append("Rows marked lossy change the output distribution and hold no rank.")
+    found = {row.kind for row in rows}
+    told = [f"{setting.told}.", *setting.again]
+    told += [words for kind, words in FAULTY.items() if kind in found]
     board = Table(list(COLUMNS), [row.cells for row in rows], kinds=kinds, sortable=True)
     speed = [speed_figure(group, slug), pareto_figure(group, slug), batch_figure(group, slug)]
     parts: list[tuple[str, list[Block]]] = [
@@ -173,7 +114,7 @@ def _setting(label: str, setting: str, group: Sequence[Named], slug: str) -> lis
         ("Equality with plain decoding", equalities(group)),
         ("Looping prompts", loops(group)),
     ]
-    sections = [Section(label, slug)]
+    sections = [Section(setting.label, slug)]
     for title, blocks in parts:
         if any(blocks):
             anchor = f"{slug}-{title.split(' (')[0].lower().replace(' ', '-')}"
@@ -181,10 +122,10 @@ def _setting(label: str, setting: str, group: Sequence[Named], slug: str) -> lis
     return sections
 
 
-def _provenance(groups: Groups) -> list[Section]:
+def _provenance(settings: Sequence[Setting]) -> list[Section]:
     sections = [Section("Provenance", "provenance")]
-    for place, (label, group) in enumerate(groups, 1):
-        told = {name: _fields(result) for name, result in group}
+    for place, setting in enumerate(settings, 1):
+        told = {name: _fields(result) for name, result in setting.rows}
         first = next(iter(told.values()))
         same = {k for k in first if len({row[k] for row in told.values()}) == 1}
         other = [key for key in first if key not in same and key != "name"]
@@ -194,7 +135,8 @@ def _provenance(groups: Groups) -> list[Section]:
         if other:
             rows = [[name, *(row[key] for key in other)] for name, row in told.items()]
             blocks.append(Table(["drafter", *other], rows))
-        sections.append(Section(label, f"provenance-{place}", [*blocks, *_configs(group)], level=3))
+        blocks += _configs(setting.rows)
+        sections.append(Section(setting.label, f"provenance-{place}", blocks, level=3))
     return sections
 
 

@@ -2,19 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from headstart.eval.leaderboard import (
-    ALL,
-    LOOKUP,
-    SPEED,
-    TAU,
-    Named,
-    by_speed,
-    draft_cost,
-    leaderboard,
-    lookup_speeds,
-    standing,
-)
-from headstart.eval.metrics import DEFINITIONS
+from headstart.eval.compare import Named, Setting
+from headstart.eval.leaderboard import by_speed, draft_cost, leaderboard
+from headstart.eval.metrics import DEFINITIONS, SPEED, TAU
 from headstart.eval.report_charts import (
     Bar,
     Drawn,
@@ -29,17 +19,22 @@ from headstart.eval.report_charts import (
 from headstart.eval.report_svg import WIDTH, Figure
 from headstart.eval.report_tree import NODES, edges, tree
 from headstart.eval.result import Category, Result
+from headstart.eval.standing import ALL, LOOKUP, fault, lookup_speeds, standing
 
 SERIES = 6
 """Most drafters told apart in one plot; tables have all of them."""
 GROUPED = 4
 PREDICTED = 0.05
 """Relative gap of predicted and measured speedup that is shown as agreement."""
+_BEHIND = (
+    "Rows no faster than prompt lookup are drawn in the warning colour, those no faster on some "
+    "suite have an outline in it."
+)
 
 
 def shown(group: Sequence[Named], count: int = SERIES) -> list[Named]:
-    """Return the fastest lossless rows, prompt lookup always among them."""
-    rows = [row for row in by_speed(group) if row[1].drafter.lossless]
+    """Return the fastest rows that may hold a rank, prompt lookup always among them."""
+    rows = [row for row in by_speed(group) if not fault(row[1])]
     lookup = [row for row in rows if row[1].drafter.family == LOOKUP][:1]
     best = [row for row in rows if row not in lookup][: count - len(lookup)]
     return [row for row in rows if row in best + lookup]
@@ -52,9 +47,10 @@ def speed_figure(group: Sequence[Named], slug: str) -> Figure:
     marks = [("plain", 1.0)] + ([("prompt lookup", lookups[ALL])] if ALL in lookups else [])
     caption = "Decode speedup over the target alone, with the 95 % interval over prompts."
     if ALL in lookups:
-        caption += " Rows no faster than prompt lookup are drawn in the warning colour."
-    if not all(r.drafter.lossless for _, r in group):
-        caption += " Rows with a dashed outline are lossy and hold no rank."
+        caption += f" {_BEHIND}"
+    if any(fault(r) for _, r in group):
+        caption += " Rows with a dashed outline are lossy, or unequal to plain decoding in full "
+        caption += "precision, and hold no rank."
     drawn = bars(
         [("", rows)], x_name="decode speedup (times plain decoding)", unit="x", marks=marks
     )
@@ -66,9 +62,10 @@ def _bar(name: str, result: Result, style: str) -> Bar:
 
 
 def _style(result: Result, lookups: Mapping[str, float]) -> str:
-    if not result.drafter.lossless:
+    if fault(result):
         return "lossy"
-    return "behind" if standing(result, lookups) == "behind" else "s0"
+    found = standing(result, lookups)
+    return found if found in ("behind", "partly") else "s0"
 
 
 def pareto_figure(group: Sequence[Named], slug: str) -> Figure | None:
@@ -76,7 +73,7 @@ def pareto_figure(group: Sequence[Named], slug: str) -> Figure | None:
     found = [
         (row.kind, row.cells, draft_cost(row.result), row.result.figures[TAU])
         for row in leaderboard(group)
-        if row.kind in ("ranked", "lossy")
+        if row.kind in ("ranked", "lossy", "unequal")
     ]
     found = [one for one in found if None not in one]
     front = pareto([(cost, tau) for kind, _, cost, tau in found if kind == "ranked"])
@@ -86,15 +83,16 @@ def pareto_figure(group: Sequence[Named], slug: str) -> Figure | None:
         Point(
             cost,
             tau,
-            cells[0] if kind == "ranked" else "L",
+            cells[0] if kind == "ranked" else kind[0].upper(),
             f"{cells[1]}: tau {tau:.2f} at {cost:.2f} plain steps",
-            "lossy" if kind == "lossy" else "s0" if (cost, tau) in front else "off",
+            "lossy" if kind != "ranked" else "s0" if (cost, tau) in front else "off",
         )
         for kind, cells, cost, tau in found
     ]
     caption = (
         "Tokens per round against what a round costs outside the target's pass. Numbers are ranks "
-        "of the leaderboard, L is a lossy row. No ranked row lies above and left of the line."
+        "of the leaderboard; L is a lossy row, U one unequal to plain decoding in full precision. "
+        "No ranked row lies above and left of the line."
     )
     drawn = scatter(
         points,
@@ -170,7 +168,8 @@ def stage_figure(group: Sequence[Named], slug: str) -> Figure | None:
     drawn = stacked([*baseline, *rows], parts, x_name="milliseconds a round")
     caption = (
         "Time of a round by stage; commit is acceptance, cache moves and the drafter's refresh. A "
-        "round pays when it takes less time than tau plain tokens."
+        "round pays when it takes less time than tau plain tokens. In a batch, both are one row's "
+        "share."
     )
     told = "; ".join(
         f"{n}: {', '.join(f'{part} {v:.1f} ms' for part, v in zip(parts, values, strict=True))}"
@@ -211,10 +210,13 @@ def grouped_figure(
 ) -> Figure | None:
     """Draw the decode speedup of a few rows for every category (or other group of prompts)."""
     rows = shown(group, GROUPED)
-    names = list(dict.fromkeys(label for _, result in rows for label in of(result)))
+    sizes: dict[str, int] = {}
+    for _, result in rows:
+        for label, part in of(result).items():
+            sizes[label] = max(part.counts.prompts, sizes.get(label, 0))
     groups = [
         (
-            label,
+            f"{label} (n={size})",
             [
                 Bar(
                     name,
@@ -226,7 +228,7 @@ def grouped_figure(
                 if label in of(result)
             ],
         )
-        for label in names
+        for label, size in sizes.items()
     ]
     if len(groups) < 2:
         return None
@@ -236,18 +238,18 @@ def grouped_figure(
     return _figure(slug, title, caption, told, drawn)
 
 
-def settings_figure(groups: Sequence[tuple[str, Sequence[Named]]], slug: str) -> Figure:
+def settings_figure(settings: Sequence[Setting], slug: str) -> Figure:
     """Draw the fastest rows of every setting."""
     made = []
-    for label, group in groups:
-        lookups, rows = lookup_speeds(group), shown(group, GROUPED + 1)
-        made.append((label, [_bar(name, r, _style(r, lookups)) for name, r in rows]))
+    for setting in settings:
+        lookups, rows = lookup_speeds(setting.rows), shown(setting.rows, GROUPED + 1)
+        made.append((setting.label, [_bar(name, r, _style(r, lookups)) for name, r in rows]))
     axis = "decode speedup (times plain decoding)"
     drawn = bars(made, x_name=axis, unit="x", marks=[("plain", 1.0)])
     told = "; ".join(f"{label}: {_told(rows)}" for label, rows in made)
     caption = (
-        "The fastest lossless drafters of every setting, and prompt lookup, with 95 % intervals. "
-        "Rows no faster than prompt lookup are drawn in the warning colour."
+        "The fastest drafters of every setting that may hold a rank, and prompt lookup, with 95 % "
+        f"intervals. {_BEHIND}"
     )
     return _figure(slug, "Decode speedup by suite and setting", caption, told, drawn)
 

@@ -19,7 +19,8 @@ from headstart.eval.result import Sample
 
 def markdown(report: Report, *, figures: str = "") -> str:
     """Return the whole report; plots are shown from the directory `figures`, or left out."""
-    parts = [f"# {report.title}", report.subtitle + ".", _bullets(map(_cell, report.headlines))]
+    parts = [f"# {report.title}", report.subtitle + ".", _cell(report.verdict)]
+    parts.append(_bullets(map(_cell, report.headlines)))
     for section in report.sections:
         parts.append(f"{'#' * section.level} {_cell(section.title)}")
         parts += [text for block in section.blocks for text in _block(block, figures)]

@@ -23,7 +23,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     kinds: Sequence[str] = ()
-    """One a row, or none: how HTML marks it (see templates/report.css)."""
+    """One a row, or none: how HTML marks it (see templates/page.css)."""
     shades: Sequence[Sequence[float | None]] = ()
     """One a cell behind the first, 0 to 1, or none: how dark HTML paints it."""
     sortable: bool = False
@@ -99,6 +99,8 @@ class Report:
 
     title: str
     subtitle: str
+    verdict: str
+    """Whether greedy outputs equal those of plain decoding, in a sentence."""
     cards: Sequence[Card]
     headlines: Sequence[str]
     """Markdown sentences, a row each."""

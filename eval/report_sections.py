@@ -1,18 +1,11 @@
 """The sections of a report on results that may be compared: tables, and the plots beside them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
-from headstart.eval.leaderboard import (
-    LOOKUP,
-    SPEED,
-    TAU,
-    Named,
-    by_speed,
-    number,
-    with_interval,
-)
-from headstart.eval.metrics import DEFINITIONS
+from headstart.eval.compare import Named
+from headstart.eval.leaderboard import by_speed, number, with_interval
+from headstart.eval.metrics import DEFINITIONS, SPEED, TAU
 from headstart.eval.report_figures import (
     acceptance_figures,
     grouped_figure,
@@ -22,6 +15,7 @@ from headstart.eval.report_figures import (
     stage_figure,
     tree_figure,
 )
+from headstart.eval.report_matrix import columns_of_prompts, matrix
 from headstart.eval.report_parts import Block, Figures, Paragraphs, Samples, Table
 from headstart.eval.report_svg import Figure
 from headstart.eval.report_tree import by_depth
@@ -42,41 +36,6 @@ TREES = 3
 """Trees drawn, of the fastest rows."""
 TOLD = 3
 """Divergences named, of each row."""
-
-
-def matrix(
-    columns: Mapping[str, tuple[Mapping[str, float | None], float | None]], what: str = "setting"
-) -> Table:
-    """Lay decode speedups out by drafter and column, best first.
-
-    A column has the speedups of its drafters, and that of its fastest prompt lookup.
-    """
-    names = dict.fromkeys(name for found, _ in columns.values() for name in found)
-    rows = {name: [found.get(name) for found, _ in columns.values()] for name in names}
-    lookups = [lookup for _, lookup in columns.values()]
-    ordered = sorted(rows.items(), key=lambda row: -_mean(row[1]))
-    top = max([1.5, *(v for values in rows.values() for v in values if v is not None)])
-    told = "; BELOW: slower than prompt lookup there" if any(lookups) else ""
-    return Table(
-        ["drafter", *columns],
-        [[name, *map(_against, values, lookups)] for name, values in ordered],
-        f"Decode speedup by {what}; darker is faster{told}.",
-        shades=[
-            [None if v is None else max(v - 1, 0) / (top - 1) for v in values]
-            for _, values in ordered
-        ],
-        sortable=True,
-    )
-
-
-def _against(speed: float | None, lookup: float | None) -> str:
-    below = speed is not None and lookup is not None and speed < lookup
-    return number(speed) + (" BELOW" if below else "")
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else 0.0
 
 
 def figures_of(figures: Sequence[Figure | None]) -> Figures | None:
@@ -144,31 +103,22 @@ def grouped(
     """Give each drafter's prompts apart by what `column` names."""
     rows = [
         [name, label, str(category.counts.prompts), str(category.counts.rounds)]
-        + [number(category.figures[figure]) for figure in (TAU, SPEED)]
+        + [with_interval(category.figures[f], category.intervals.get(f)) for f in (TAU, SPEED)]
         + [number(category.figures["tokens_per_s_decode"], 1)]
         for name, result in by_speed(group)
         for label, category in of(result).items()
     ]
     if not rows:
         return []
-    columns = {}
-    for label in dict.fromkeys(label for _, r in group for label in of(r)):
-        found = {name: _speed_of(of(r).get(label)) for name, r in group}
-        rivals = [found[name] for name, r in group if r.drafter.family == LOOKUP]
-        columns[label] = found, max((v for v in rivals if v is not None), default=None)
     header = ["drafter", column, "prompts", "rounds", "tau", "decode speedup", "tokens/s"]
     caption = f"Decode speedup of the fastest drafters by {column}."
     title = f"Decode speedup by {column}"
     figure = grouped_figure(group, f"{slug}-by-{column.replace(' ', '-')}", title, caption, of)
     return [
         figures_of([figure]),
-        matrix(columns, column),
+        matrix(columns_of_prompts(group, of), group, column),
         Table(header, rows, folded=f"table of every drafter and {column}", sortable=True),
     ]
-
-
-def _speed_of(category: Category | None) -> float | None:
-    return None if category is None else category.figures[SPEED]
 
 
 def predicted(group: Sequence[Named], slug: str) -> list[Block]:

@@ -1,8 +1,8 @@
 """The parts of a plot as SVG text: tags, scales, axes, markers, legends. Colours are CSS classes.
 
-Plots are drawn at WIDTH units, shown at that many pixels or scaled down to the width of a phone,
-so that the same plot stands in a page of either kind; templates/plots.css has the colours for light
-and dark surroundings. Series differ by the shape of their marker too, not by colour alone.
+Plots are drawn at WIDTH units and shown at that many pixels or a little less, on a phone to be
+scrolled; templates/plots.css has the colours for light and dark surroundings. Series differ by the
+shape of their marker too, not by colour alone.
 """
 
 import math
@@ -16,6 +16,8 @@ LETTER = 7.1
 COLOURS = 8
 HEAD = 40
 """Height that the title takes."""
+LEAST = 10 / 11
+"""Smallest share of its size at which a plot is shown: ticks of 11 pixels stay 10 high."""
 MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
     "M-3.6 -3.6h7.2v7.2h-7.2z",
@@ -54,6 +56,7 @@ class Figure:
             viewBox=f"0 0 {number(self.width)} {number(self.height)}",
             width=self.width,
             height=self.height,
+            style=f"min-width: {math.ceil(self.width * LEAST)}px",
             role="img",
             aria_label=label,
             class_="plot",

@@ -15,7 +15,7 @@ from headstart.eval.intervals import Interval
 from headstart.eval.metrics import DEFINITIONS, Value
 from headstart.heads.runtime import Compilation
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 LOSSLESS_SCHEMES = ("a", "a1", "b", "c", "c1", "d")
 LOSSY_SCHEMES = ("typical",)
 
@@ -87,9 +87,16 @@ class SamplingInfo:
     top_p: float
     top_k: int
     max_new_tokens: int
+    """The largest limit of any prompt."""
     batch: int = 1
     eos_policy: str = "trim"
     first_token_in_tau: bool = False
+    seed: int = 0
+    """Of the draws, where the temperature is above 0."""
+    max_pass_tokens: int | None = None
+    """Most tokens of a target pass; null for any number."""
+    limits: str = ""
+    """Where prompts have different limits, their range and a hash of all; else empty."""
 
 
 @dataclass
@@ -189,6 +196,16 @@ class Sample:
 
 
 @dataclass
+class Lead:
+    """Decode speedup beside that of the fastest lossless prompt lookup of the same run."""
+
+    rival: str
+    """Name of that lookup."""
+    interval: Interval
+    """95 % paired bootstrap interval of the decode speedup minus that of the rival."""
+
+
+@dataclass
 class Result:
     """One drafter's evaluation; `figures` has every name of metrics.DEFINITIONS."""
 
@@ -223,6 +240,8 @@ class Result:
     """Acceptance by path through the draft; empty where the run did not record paths."""
     samples: list[Sample] = field(default_factory=list)
     """A few prompts as text; empty where the target has no tokenizer."""
+    over_lookup: Lead | None = None
+    """Null for prompt lookup itself, and where the run had none."""
     compilation: Compilation | None = None
     """What a compiled runtime made for the run, all arms together; null where all ran eagerly."""
     schema_version: int = SCHEMA_VERSION

@@ -19,24 +19,40 @@ def samples(
     requests: Sequence[Request],
     completions: Sequence[Completion],
     categories: Mapping[str, str],
+    suites: Mapping[str, str],
 ) -> list[Sample]:
-    """Return the first prompt of each of up to three categories, with the runs of its answer.
+    """Return a prompt of every suite and of further categories, up to three, with answers in runs.
 
-    Of a conversation of several turns nothing is shown. Without a tokenizer there is no text.
+    `categories` and, where there are several, `suites` are by prompt id. Of a conversation of
+    several turns nothing is shown. Without a tokenizer there is no text.
     """
     if tokenizer is None:
         return []
-    chosen: dict[str, Sample] = {}
+    found = []
     for request, completion in zip(requests, completions, strict=True):
         assert request.prompt_id == completion.prompt_id, "prompts in another order"
-        category = categories[request.prompt_id]
-        if category not in chosen and completion.turns == 1 and len(chosen) < SAMPLES:
-            prompt = tokenizer.decode(request.token_ids[-PROMPT_TOKENS:], skip_special_tokens=True)
-            runs = list(_texts(tokenizer, token_runs(completion)))
-            shortened = len(request.token_ids) > PROMPT_TOKENS
-            prompt = ("... " if shortened else "") + prompt.strip()
-            chosen[category] = Sample(request.prompt_id, category, prompt, runs)
-    return list(chosen.values())
+    for place in _chosen(completions, categories, suites):
+        request, completion = requests[place], completions[place]
+        prompt = tokenizer.decode(request.token_ids[-PROMPT_TOKENS:], skip_special_tokens=True)
+        runs = list(_texts(tokenizer, token_runs(completion)))
+        shortened = len(request.token_ids) > PROMPT_TOKENS
+        prompt = ("... " if shortened else "") + prompt.strip()
+        found.append(Sample(request.prompt_id, categories[request.prompt_id], prompt, runs))
+    return found
+
+
+def _chosen(
+    completions: Sequence[Completion], categories: Mapping[str, str], suites: Mapping[str, str]
+) -> list[int]:
+    """Return the places of the first prompt of every suite, then of categories, in their order."""
+    of_suites: dict[str, int] = {}
+    of_categories: dict[str, int] = {}
+    for place, completion in enumerate(completions):
+        if completion.turns == 1:
+            of_suites.setdefault(suites.get(completion.prompt_id, ""), place)
+            of_categories.setdefault(categories[completion.prompt_id], place)
+    both = list(dict.fromkeys([*of_suites.values(), *of_categories.values()]))
+    return sorted(both[: max(SAMPLES, len(of_suites))])
 
 
 def token_runs(completion: Completion) -> Iterator[tuple[str, list[int]]]:

@@ -5,6 +5,8 @@ own matters, each of its turns is one: equality with plain decoding, loops, and 
 """
 
 import copy
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 
 from headstart.eval.arms import Arm
@@ -20,10 +22,11 @@ from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.equality import compare_greedy
-from headstart.eval.intervals import bootstrap
-from headstart.eval.leaderboard import SPEED, TAU
+from headstart.eval.intervals import Interval, bootstrap, bootstrap_difference
 from headstart.eval.metrics import (
     FIGURES,
+    SPEED,
+    TAU,
     PromptSums,
     figures,
     figures_by_category,
@@ -33,6 +36,7 @@ from headstart.eval.metrics import (
 from headstart.eval.result import (
     Category,
     Counts,
+    Lead,
     PromptRow,
     Provenance,
     Result,
@@ -42,6 +46,7 @@ from headstart.eval.result import (
 from headstart.eval.samples import samples
 from headstart.eval.sessions import Timed
 from headstart.eval.settings import EvalConfig
+from headstart.eval.standing import LOOKUP
 from headstart.eval.suites import Suite
 from headstart.eval.teacher_forced import predicted_tau, prediction_warnings
 from headstart.eval.timing import PLAIN
@@ -110,8 +115,41 @@ def summarise(
         warnings=[*arm.notes, *told],
         compilation=compilation,
         branches=branches(done),
-        samples=samples(target.tokenizer, suite.requests, first_turns, suite.categories),
+        samples=samples(
+            target.tokenizer, suite.requests, first_turns, suite.categories, suite.members
+        ),
     )
+
+
+def leads_over_lookup(arms: Sequence[Arm], timed: Timed, config: EvalConfig) -> list[Lead | None]:
+    """Compare every arm with the fastest lossless prompt lookup among them, prompt by prompt.
+
+    None for prompt lookup itself, and for all where none was timed.
+    """
+    plain = timed.prompts(PLAIN)
+    sums = [_sums(timed.prompts(i), plain, arm) for i, arm in enumerate(arms, start=1)]
+    speeds = {
+        i: figures(sums[i])[SPEED]
+        for i, arm in enumerate(arms)
+        if arm.info.family == LOOKUP and arm.info.lossless
+    }
+    known = {i: speed for i, speed in speeds.items() if speed is not None}
+    if not known:
+        return [None] * len(arms)
+    rival = max(known, key=known.get)
+    return [
+        None
+        if arm.info.family == LOOKUP
+        else Lead(arms[rival].name, _difference(one, sums[rival], config))
+        for arm, one in zip(arms, sums, strict=True)
+    ]
+
+
+def _difference(
+    one: Sequence[PromptSums], other: Sequence[PromptSums], config: EvalConfig
+) -> Interval:
+    options = {"resamples": config.resamples, "seed": config.seed}
+    return bootstrap_difference(one, other, [SPEED], **options)[SPEED]
 
 
 def prompt_rows(timed: Timed, number: int, suite: Suite) -> list[PromptRow]:
@@ -148,13 +186,26 @@ def _loops(timed: Timed, number: int) -> dict[str, float]:
 
 
 def _sampling_info(sampling: SamplingConfig, config: EvalConfig, suite: Suite) -> SamplingInfo:
+    limits = {request.prompt_id: request.max_new_tokens for request in suite.requests}
     return SamplingInfo(
         sampling.temperature,
         sampling.top_p,
         sampling.top_k,
-        max(request.max_new_tokens for request in suite.requests),
+        max(limits.values()),
         batch=config.batch_size,
+        seed=sampling.seed,
+        max_pass_tokens=config.max_pass_tokens,
+        limits=_told_limits(limits),
     )
+
+
+def _told_limits(limits: Mapping[str, int]) -> str:
+    """Tell limits that differ by prompt, with 8 hex digits over all of them; equal ones are ''."""
+    least, most = min(limits.values()), max(limits.values())
+    if least == most:
+        return ""
+    digest = hashlib.sha256(json.dumps(sorted(limits.items())).encode()).hexdigest()[:8]
+    return f"{least}-{most} ({digest})"
 
 
 def _counts(sums: Sequence[PromptSums]) -> Counts:

@@ -1,4 +1,4 @@
-// A click on a heading sorts each body of its table by that column; lossy rows stay in their own.
+// A click on a heading sorts each body of its table by that column; rows without a rank stay in their own.
 for (const button of document.querySelectorAll("thead button")) {
   button.addEventListener("click", () => {
     const heading = button.closest("th"), table = button.closest("table");

@@ -20,7 +20,7 @@ from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.equality import compare_greedy, first_difference, top_margin
 from headstart.eval.leaderboard import by_speed
-from headstart.eval.result import PromptRow, Result
+from headstart.eval.result import PromptRow, Result, SamplingInfo
 from headstart.eval.result_files import read_result
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite
@@ -280,6 +280,59 @@ def test_p47_in_bfloat16_a_tie_is_recorded_without_suspicion(monkeypatch):
     ((result, _),) = run(target, [arm("zero", Script([0]))], suite([0], max_new_tokens=8))
     assert [d.margin for d in result.equality.divergences] == [0.0]
     assert not any("suspect" in w for w in result.warnings)
+
+
+def test_arms_are_compared_with_the_fastest_prompt_lookup_of_their_run(clock):
+    def dawdle() -> None:
+        clock.now += 1.0
+
+    def named(name: str, family: str, drafter: Script) -> Arm:
+        made = arm(name, drafter)
+        return replace(made, info=replace(made.info, family=family))
+
+    arms = [
+        named("head", "eagle", Script([1, 2, 3])),
+        named("slow", "lookup", Script([1], on_propose=dawdle)),
+        named("fast", "lookup", Script([1, 3])),
+    ]
+    outcomes = run(cycle(), arms, suite([0, 3, 5], max_new_tokens=20))
+    head, slow, fast = (result for result, _ in outcomes)
+    assert head.over_lookup.rival == "fast"
+    assert slow.over_lookup is None
+    assert fast.over_lookup is None
+    low, high = head.over_lookup.interval
+    speeds = [r.figures["speedup_ratio_of_sums_decode"] for r in (head, fast)]
+    assert low > 0
+    assert low - 1e-9 <= speeds[0] - speeds[1] <= high + 1e-9
+
+
+def test_without_prompt_lookup_there_is_nothing_to_lead():
+    ((result, _),) = run(cycle(), [arm("null", NoDrafter())], suite([0], max_new_tokens=4))
+    assert result.over_lookup is None
+
+
+def test_results_record_limits_that_differ_the_bound_of_a_pass_and_the_seed():
+    def sampling_of(prompts: Suite, **changes: object) -> SamplingInfo:
+        ((result, _),) = run(
+            cycle(), [arm("null", NoDrafter())], prompts, sampling=SamplingConfig(seed=5), **changes
+        )
+        return result.sampling
+
+    def limited(*limits: int) -> Suite:
+        prompts = suite([0, 3], max_new_tokens=4)
+        asked = [
+            replace(request, max_new_tokens=limit)
+            for request, limit in zip(prompts.requests, limits, strict=True)
+        ]
+        return replace(prompts, requests=asked)
+
+    alike = sampling_of(limited(6, 6), max_pass_tokens=64)
+    assert (alike.limits, alike.max_new_tokens) == ("", 6)
+    assert (alike.max_pass_tokens, alike.seed) == (64, 5)
+    one, other = sampling_of(limited(4, 6)), sampling_of(limited(6, 4))
+    assert one.limits[:5] == other.limits[:5] == "4-6 ("
+    assert one.limits != other.limits
+    assert one.max_pass_tokens is None
 
 
 def test_the_margin_is_measured_against_the_spacing_of_the_dtype_at_the_best_logit():

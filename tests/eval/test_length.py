@@ -26,7 +26,8 @@ from headstart.eval.engine.drafters.base import NoDrafter
 from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.metrics import length_bucket
-from headstart.eval.report import markdown_report
+from headstart.eval.report_content import content
+from headstart.eval.report_markdown import markdown
 from headstart.eval.result import PromptRow, Result
 from headstart.eval.result_files import read_result, write_result
 from headstart.eval.settings import EvalConfig, TreeConfig
@@ -172,7 +173,7 @@ def test_a_bucket_pools_the_rounds_of_its_prompts(tmp_path: Path) -> None:
         f"p{n}": n for n in (*LENGTHS, 50)
     }
     assert read_result(write_result(tmp_path, result, rows)) == result
-    report = markdown_report([result])
+    report = markdown(content([result]))
     table = report[report.index("| drafter | prompt tokens | prompts |") :].splitlines()[:6]
     assert table[0].startswith("| drafter | prompt tokens | prompts | rounds | tau |")
     buckets = ("17-32", "33-64", "65-128", "129-256")

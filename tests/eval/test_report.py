@@ -9,18 +9,17 @@ from reporting import batch_point
 from rich.console import Console
 from traces import bench, chain_round, completion, make_result, timed
 
+from headstart.eval.compare import by_setting, name_results, setting_labels, settings_of
 from headstart.eval.leaderboard import (
     COLUMNS,
-    by_setting,
     draft_cost,
     leaderboard_rows,
     leaderboard_table,
-    name_results,
-    setting_labels,
 )
 from headstart.eval.metrics import DEFINITIONS, figures, prompt_sums
-from headstart.eval.report import markdown_report, write_report
+from headstart.eval.report import write_report
 from headstart.eval.report_content import content
+from headstart.eval.report_markdown import markdown
 from headstart.eval.report_warnings import warnings
 from headstart.eval.result import Category, Counts, DrafterInfo, Result, Run, Sample
 from headstart.heads.runtime import Compilation
@@ -28,6 +27,10 @@ from headstart.heads.runtime import Compilation
 
 def result(name: str, *, accepted: int = 2, k: int = 4, seconds: float = 0.2, **changes) -> Result:
     return make_result(name, *bench(accepted, k, seconds=seconds), **changes)
+
+
+def markdown_report(results: list[Result]) -> str:
+    return markdown(content(results))
 
 
 def lossy(name: str, **changes) -> Result:
@@ -83,8 +86,8 @@ def test_lossy_row_holds_no_rank_however_fast():
 
 
 def test_lossy_headline_says_so():
-    assert "**lossy**" in markdown_report([lossy("typical")])
-    assert "lossy**" not in markdown_report([result("exact")])
+    assert "(**lossy: its outputs do not follow" in markdown_report([lossy("typical")])
+    assert "**lossy" not in markdown_report([result("exact")])
 
 
 def test_row_without_a_plain_arm_holds_no_rank():
@@ -189,9 +192,11 @@ def test_a_rerun_leaves_no_plot_of_the_last_report(tmp_path: Path):
 
 
 def test_terminal_table_has_the_rows_of_the_report():
-    console = Console(width=250, record=True, file=io.StringIO())
-    console.print(leaderboard_table([result("[bold]a"), lossy("b")]))
+    console = Console(width=300, record=True, file=io.StringIO())
+    (setting,) = settings_of([result("[bold]a"), lossy("b")])
+    console.print(leaderboard_table(setting))
     text = console.export_text()
+    assert "hand, temperature 0: decode speedup" in text
     assert text.index(" [bold]a ") < text.index(" plain ") < text.index(" lossy ")
 
 
@@ -223,13 +228,16 @@ def test_a_row_whose_interval_reaches_lookup_is_not_called_faster():
 def test_a_row_behind_lookup_on_one_suite_names_it():
     def suites(row: Result, speeds: dict[str, float]) -> Result:
         values = {s: row.figures | {"speedup_ratio_of_sums_decode": v} for s, v in speeds.items()}
-        row.suites = {s: Category(Counts(9, 9, 9), v) for s, v in values.items()}
+        row.suites = {s: Category(Counts(20, 90, 90), v) for s, v in values.items()}
         return row
 
     head = suites(result("head"), {"chat": 1.6, "code": 1.4})
     rival = suites(lookup(0.25), {"chat": 1.1, "code": 1.4})
     assert against([head, rival])["head"] == "1.25 BELOW on code"
-    assert "| head | 1.60 | 1.40 |" in markdown_report([head, rival])
+    text = markdown_report([head, rival])
+    assert "| drafter | chat (n=20) | code (n=20) |" in text
+    assert "| head | 1.60 | 1.40 BELOW |" in text
+    assert "| lookup | 1.10 | 1.40 |" in text
 
 
 def test_a_lossy_lookup_is_no_rival():
@@ -251,7 +259,7 @@ def test_equal_warnings_are_told_once_with_their_rows():
     found = warnings([("x", name_results([result("a"), result("b"), lossy("c")]))])
     lossy_row = "lossy (typical): outputs do not follow the target's distribution"
     assert ("serious", lossy_row, "c") in found
-    assert [severity for severity, _, _ in found] == ["serious", "serious", "caution"]
+    assert [severity for severity, _, _ in found] == ["serious", "caution", "caution"]
     assert ("caution", "a made-up run", "all 3 rows") in found
 
 
@@ -275,11 +283,11 @@ def test_p47_unequal_greedy_outputs_are_serious_in_full_precision(dtype, severit
 
 def test_settings_are_named_by_what_tells_them_apart():
     one, other = result("a"), result("a")
-    other.provenance = replace(other.provenance, prompt_suite="gsm8k", dtype="bfloat16")
+    other.provenance = replace(other.provenance, prompt_suite="gsm8k", dtype="float32")
     groups = list(by_setting(name_results([one, other])).values())
     assert setting_labels(groups) == [
-        "hand, temperature 0, float32",
-        "gsm8k, temperature 0, bfloat16",
+        "hand, temperature 0, bfloat16",
+        "gsm8k, temperature 0, float32",
     ]
 
 

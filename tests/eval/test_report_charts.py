@@ -1,20 +1,21 @@
 """Plots: scales, ticks, legends and trees, and SVG that a parser takes."""
 
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 from reporting import DRAFTERS, comparison, made_result
 
 from headstart.eval.branches import branches
+from headstart.eval.compare import name_results
 from headstart.eval.engine.records import Completion, Round
-from headstart.eval.leaderboard import name_results
 from headstart.eval.report_charts import Bar, Point, Series, bars, lines, scatter, stacked
 from headstart.eval.report_content import content
 from headstart.eval.report_figures import pareto, shown, speed_figure, tree_figure
 from headstart.eval.report_html import plot_style
 from headstart.eval.report_svg import LETTER, WIDTH, Figure, Scale, cut, legend
 from headstart.eval.report_tree import by_depth, edges
-from headstart.eval.result import Branch
+from headstart.eval.result import Branch, Category, Counts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -61,6 +62,18 @@ def test_bars_show_name_value_interval_and_what_was_not_measured():
     assert {"a", "1.50", "b", "not measured", "speedup", "plain"} <= set(texts(drawn))
     titles = [node.text for node in parsed(drawn).iter(f"{SVG}title")]
     assert titles == ["a: 1.50 [1.20, 1.80]"]
+
+
+def test_names_of_marks_stay_inside_and_apart():
+    marks = [("plain", 0.9), ("prompt lookup", 1.0)]
+    drawn = bars([("", [Bar("x" * 30, 1.0)])], x_name="speedup", marks=marks)
+    names = {t.text: t for t in parsed(drawn).iter(f"{SVG}text") if t.text in dict(marks)}
+    assert [t.get("text-anchor") for t in names.values()] == ["start", "end"]
+    assert float(names["plain"].get("y")) <= float(names["prompt lookup"].get("y")) - 11
+    assert float(names["prompt lookup"].get("x")) < WIDTH
+    left = bars([("", [Bar("a", 5.0)])], x_name="speedup", marks=marks)
+    anchors = {t.text: t.get("text-anchor") for t in parsed(left).iter(f"{SVG}text")}
+    assert anchors["prompt lookup"] == "start"
 
 
 def test_a_gap_in_a_line_is_not_drawn_over():
@@ -140,6 +153,19 @@ def test_rows_no_faster_than_lookup_have_a_colour_of_their_own():
     assert titles["medusa-chain4"].find(f"{SVG}rect").get("class") == "behind"
     assert titles["eagle3-chain4"].find(f"{SVG}rect").get("class") == "s0"
     assert titles["medusa-typical"].find(f"{SVG}rect").get("class") == "lossy"
+
+
+def test_rows_behind_lookup_on_some_suite_have_an_outline():
+    group = name_results(comparison())
+    for _, result in group:
+        part = Category(Counts(20, 90, 90), result.figures)
+        slow = result.figures | {"speedup_ratio_of_sums_decode": 0.9}
+        head = result.drafter.name == "eagle3-chain4"
+        result.suites = {"chat": part, "code": replace(part, figures=slow) if head else part}
+    svg = ElementTree.fromstring(speed_figure(group, "s").svg())
+    titles = {g.find(f"{SVG}title").text.split(":")[0]: g for g in svg.iter(f"{SVG}g")}
+    assert titles["eagle3-chain4"].find(f"{SVG}rect").get("class") == "partly"
+    assert titles["eagle3-dynamic16"].find(f"{SVG}rect").get("class") == "s0"
 
 
 def test_every_plot_is_well_formed_named_and_told_in_words():

@@ -51,6 +51,17 @@ def test_names_and_texts_of_results_are_escaped():
     assert "Write about &lt;b&gt;a fox&lt;/b&gt;, 3 &lt; 4." in text
 
 
+def test_every_link_leads_somewhere_and_settings_list_their_sections(report):
+    text = report.read_text()
+    links = set(re.findall(r"href=\"#([^\"]+)\"", text))
+    assert links <= set(re.findall(r" id=\"([^\"]+)\"", text))
+    assert {"s1-leaderboard", "s2-samples", "provenance-2"} <= links
+
+
+def test_what_is_shown_of_an_answer_is_told_as_that():
+    assert re.search(r"\d+ of the \d+ tokens shown were drafted", html(content(comparison())))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
     """A headless Chromium; without one, or without playwright, these tests are skipped."""
@@ -112,6 +123,26 @@ def test_no_words_of_a_plot_leave_it(page):
         }).map(t => t.textContent)"""
     )
     assert outside == []
+
+
+def test_words_of_plots_are_large_enough(page):
+    sizes = page.locator(".plot .tick").evaluate_all(
+        """all => all.map(t => {
+            const plot = t.ownerSVGElement;
+            const share = plot.getBoundingClientRect().width / plot.viewBox.baseVal.width;
+            return parseFloat(getComputedStyle(t).fontSize) * share;
+        })"""
+    )
+    assert min(sizes) >= 9.99
+
+
+def test_names_of_rows_leave_a_phone_room(page):
+    if page.viewport_size["width"] > 600:
+        return
+    widths = page.locator("tbody th").evaluate_all(
+        "all => all.map(t => t.getBoundingClientRect().width)"
+    )
+    assert max(widths) <= 0.4 * page.viewport_size["width"] + 1
 
 
 def test_a_click_sorts_the_leaderboard_and_lossy_rows_stay_last(page):

@@ -112,10 +112,10 @@ def test_unknown_key_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (2, "schema_version=2: written by an older headstart, this one reads 3; run headstart eva"),
-        (4, "schema_version=4: written by a newer headstart, this one reads 3; upgrade headstart"),
+        (3, "schema_version=3: written by an older headstart, this one reads 4; run headstart eva"),
+        (5, "schema_version=5: written by a newer headstart, this one reads 4; upgrade headstart"),
         (None, "schema_version=None: not a result; give one that headstart eval wrote"),
-        ("3", "schema_version='3': not a result"),
+        ("4", "schema_version='4': not a result"),
     ],
 )
 def test_another_schema_version_is_refused_with_its_cure(tmp_path, found, message):

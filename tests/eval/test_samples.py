@@ -19,7 +19,7 @@ def answer(text: str, accepted: list[int], *, cut: bool = False, turns: int = 1)
 
 def shown(completion: Completion, prompt: str = "hello") -> list[tuple[str, str, int]]:
     request = Request("p", tuple(TOKENIZER(prompt)["input_ids"]), 99)
-    (sample,) = samples(TOKENIZER, [request], [completion], {"p": "code"})
+    (sample,) = samples(TOKENIZER, [request], [completion], {"p": "code"}, {})
     return [(run.origin, run.text, run.tokens) for run in sample.runs]
 
 
@@ -57,7 +57,7 @@ def test_runs_join_up_to_the_text():
 
 def test_the_prompt_is_shown_without_special_tokens():
     request = Request("p", (3, *TOKENIZER("user\nhi")["input_ids"], 4), 99)
-    (sample,) = samples(TOKENIZER, [request], [answer("abcd", [2])], {"p": "code"})
+    (sample,) = samples(TOKENIZER, [request], [answer("abcd", [2])], {"p": "code"}, {})
     assert sample.prompt == "user\nhi"
 
 
@@ -65,7 +65,7 @@ def test_one_prompt_a_category_and_at_most_three():
     names = ["a", "a", "b", "c", "d"]
     done = [Completion(f"p{i}", [70], "stop") for i in range(5)]
     asked = [Request(f"p{i}", (70,), 9) for i in range(5)]
-    found = samples(TOKENIZER, asked, done, {f"p{i}": n for i, n in enumerate(names)})
+    found = samples(TOKENIZER, asked, done, {f"p{i}": n for i, n in enumerate(names)}, {})
     assert [s.prompt_id for s in found] == ["p0", "p2", "p3"]
 
 
@@ -74,11 +74,24 @@ def test_long_answers_are_cut():
     assert ANSWER_TOKENS <= sum(n for _, _, n in shown(completion)) < ANSWER_TOKENS + 5
 
 
+def test_every_suite_has_a_sample_before_any_has_a_second():
+    names = ["a/x", "a/y", "a/z", "b/x", "c/x", "d/x"]
+    done = [Completion(f"p{i}", [70], "stop") for i in range(6)]
+    asked = [Request(f"p{i}", (70,), 9) for i in range(6)]
+    categories = {f"p{i}": name for i, name in enumerate(names)}
+    suites = {f"p{i}": name[0] for i, name in enumerate(names)}
+    found = samples(TOKENIZER, asked, done, categories, suites)
+    assert [s.prompt_id for s in found] == ["p0", "p3", "p4", "p5"]
+    two = {f"p{i}": "a" if i < 3 else "b" for i in range(6)}
+    found = samples(TOKENIZER, asked, done, categories, two)
+    assert [s.prompt_id for s in found] == ["p0", "p1", "p3"]
+
+
 def test_several_turns_and_missing_tokenizers_give_no_sample():
     request = Request("p", (70,), 9)
     many = Completion("p", [70, 71], "stop", turns=2)
-    assert samples(TOKENIZER, [request], [many], {"p": "code"}) == []
-    assert samples(None, [request], [many], {"p": "code"}) == []
+    assert samples(TOKENIZER, [request], [many], {"p": "code"}, {}) == []
+    assert samples(None, [request], [many], {"p": "code"}, {}) == []
 
 
 def test_runs_of_several_turns_are_refused():

@@ -10,7 +10,8 @@ from test_bench import run as bench
 from headstart.eval.arms import Arm, head_drafter
 from headstart.eval.engine.decode import Request
 from headstart.eval.engine.records import Completion
-from headstart.eval.report import markdown_report
+from headstart.eval.report_content import content
+from headstart.eval.report_markdown import markdown
 from headstart.eval.settings import TreeConfig
 from headstart.eval.teacher_forced import predicted_tau, prediction_warnings
 from headstart.heads.target import Target
@@ -96,5 +97,5 @@ def test_a_greedy_chain_carries_its_prediction_into_result_and_report() -> None:
     with_head, scripted = (result for result, _ in outcomes)
     assert with_head.tau_predicted is not None
     assert scripted.tau_predicted is None
-    assert "predicted by teacher-forced agreement" in markdown_report([with_head])
-    assert "predicted by teacher-forced agreement" not in markdown_report([scripted])
+    assert "predicted by teacher-forced agreement" in markdown(content([with_head]))
+    assert "predicted by teacher-forced agreement" not in markdown(content([scripted]))

@@ -70,7 +70,7 @@ def make_result(
             transformers_version="5.24.0",
             device="test CPU",
             threads=1,
-            dtype="float32",
+            dtype="bfloat16",
             date="2026-01-02T03:04:05+00:00",
             target="tiny",
             target_revision=None,
