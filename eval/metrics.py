@@ -337,19 +337,3 @@ def length_bucket(tokens: int) -> str:
     """Return the range of lengths that a length of at least 1 falls in: 1-1, 2-2, 3-4, 5-8, ..."""
     top = 1 << (tokens - 1).bit_length()
     return f"{top // 2 + 1}-{top}"
-
-
-def expected_tau(alpha_cond_K: Sequence[float]) -> float:
-    """Return tokens per round of a chain, 1 + sum over d of prod_{j<=d} alpha_cond[j].
-
-    Arithmetic of Leviathan et al. (arXiv 2211.17192, eq. 1) with an acceptance by depth.
-    """
-    return 1.0 + math.fsum(np.cumprod(np.asarray(alpha_cond_K, dtype=np.float64)))
-
-
-def expected_speedup(alpha_cond_K: Sequence[float], cost_ratio_c: float) -> float:
-    """Return the speedup of a chain whose draft step costs `cost_ratio_c` target steps.
-
-    Counts a verifying pass as one target step (arXiv 2211.17192, theorem 3.8).
-    """
-    return expected_tau(alpha_cond_K) / (1 + len(alpha_cond_K) * cost_ratio_c)

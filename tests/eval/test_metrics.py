@@ -1,4 +1,4 @@
-"""The traces T1-T7 and the definitions of the figures; no model runs here."""
+"""The traces T1-T6 and the definitions of the figures; no model runs here."""
 
 import math
 
@@ -8,8 +8,6 @@ from traces import bench, chain_round, completion, t1, t2, timed
 from headstart.eval.engine.records import Completion, Round
 from headstart.eval.metrics import (
     DEFINITIONS,
-    expected_speedup,
-    expected_tau,
     figures,
     figures_by_category,
     prompt_sums,
@@ -127,16 +125,6 @@ def test_t6_costs_are_in_units_of_one_plain_token():
 
 def test_predicted_gap_is_zero_when_stages_account_for_all_decode_time():
     assert t6()["predicted_gap"] == pytest.approx(0, abs=1e-12)
-
-
-def test_t7_expected_tau_of_a_chain():
-    assert expected_tau([0.8] * 4) == pytest.approx(3.36, abs=5e-3)
-    assert expected_tau([0.7] * 4) == pytest.approx(2.77, abs=5e-3)
-    assert expected_tau([0.79, 0.74, 0.72, 0.73, 0.67]) == pytest.approx(3.31, abs=5e-3)
-
-
-def test_t7_expected_speedup_of_a_chain():
-    assert expected_speedup([0.7] * 4, 0.05) == pytest.approx(2.31, abs=5e-3)
 
 
 def test_depth_that_was_never_tried_is_null_not_zero():
