@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.result import Result
 from headstart.eval.result_files import read_result
-from headstart.eval.roofline import Draft, chain_draft, tree_draft
+from headstart.eval.roofline import Draft, chain_draft, expected_tokens, tree_draft
 
 ASSUMED, DEEPEST = 0.7, 16
 SHOWN_KS = (1, 2, 3, 5, 7)
+TOLERANCE = 0.1
+"""Relative difference of a chain's yield by alpha_cond from the measured one that is accepted."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Acceptance:
 def acceptance(alphas: Any, alphas_from: str | None) -> Acceptance:
     """Read the options `alphas` and `alphas_from`.
 
-    Raises ValueError for both at once, numbers that are no shares, and results of trees.
+    Raises ValueError for both at once, numbers that are no shares, and results whose alpha_cond is
+    not that of a chain of fixed length.
     """
     if alphas is not None and alphas_from is not None:
         raise ValueError(
@@ -73,23 +77,50 @@ def _check(rows: list[list[Any]]) -> None:
 
 def _measured(path: str) -> Acceptance:
     result = read_result(Path(path))
+    _refuse_other_drafts(path, result)
     drafter, where = result.drafter, result.provenance
-    if not drafter.tree.startswith("chain:"):
-        raise ValueError(
-            f"alphas_from={path}: measured with tree {drafter.tree}, whose conditional acceptance "
-            "is not a chain's; evaluate the head with tree=chain5"
-        )
     tried = [value for value in result.figures["alpha_cond"] if value is not None]
     if not tried:
         raise ValueError(
             f"alphas_from={path}: {drafter.name} drafted nothing there; choose a result of a head"
         )
+    _refuse_other_yield(path, result, expected_tokens(tried))
     rows = [[value] for value in tried]
     source = (
         f"measured: {drafter.name} ({drafter.tree}) on {where.target}, {result.counts.prompts} "
         f"prompts of {where.prompt_suite}: {_written(rows)}"
     )
     return Acceptance(rows, source, measured=True)
+
+
+def _refuse_other_drafts(path: str, result: Result) -> None:
+    """Raise for drafts that are no chain of one length, or not always."""
+    drafter = result.drafter
+    if not drafter.tree.startswith("chain:") or "+" in drafter.tree:
+        raise ValueError(
+            f"alphas_from={path}: measured with tree {drafter.tree}, whose conditional acceptance "
+            "is not a chain's; evaluate the head with tree=chain5"
+        )
+    if drafter.policy != "fixed":
+        raise ValueError(
+            f"alphas_from={path}: measured with policy {drafter.policy}, which drafts deep only "
+            "where that promises to pay; evaluate the head with policy=fixed"
+        )
+
+
+def _refuse_other_yield(path: str, result: Result, expected: float) -> None:
+    """Raise where rounds of no draft, or a shorter one, keep the chain from its yield.
+
+    A lookup without a match tries no depth, so that its alpha_cond is that of the rounds with one.
+    """
+    measured = result.figures["tau_full_rounds"]
+    if measured is None or abs(expected / measured - 1) > TOLERANCE:
+        told = "null" if measured is None else f"{measured:.2f}"
+        raise ValueError(
+            f"alphas_from={path}: as a chain's, alpha_cond of {result.drafter.name} would emit "
+            f"{expected:.2f} tokens a round, but tau_full_rounds={told}: not every round drafted "
+            "the whole chain; choose a result of a head measured with tree=chain5"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -27,8 +27,9 @@ def _draw_speedup(plan: Plan, axes: Axes) -> None:
     best = [row.best_speedup for row in plan.batches]
     axes.plot(batches, best, color="black", linestyle=":", label="best, or none")
     axes.axhline(1.0, color="black", linewidth=1)
-    if batches[0] <= plan.largest_batch < batches[-1]:
-        axes.axvspan(plan.largest_batch, batches[-1], color="lightgrey", label="does not fit")
+    if plan.largest_batch < batches[-1]:
+        last = max(plan.largest_batch, batches[0])  # none fits: a scale by powers has no 0
+        axes.axvspan(last, batches[-1], color="lightgrey", label="does not fit")
     axes.set(xlabel="batch (rows)", ylabel="speedup over plain decoding", ylim=(0, None))
     _powers_of_two(axes, batches)
     axes.legend(fontsize="small")

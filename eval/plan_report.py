@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,11 @@ def sections(plan: Plan) -> list[Section]:
 
 
 def _in_short(plan: Plan) -> Iterator[str]:
-    yield _buys(plan)
+    fitting = [row for row in plan.batches if row.batch <= plan.largest_batch]
+    yield _buys(fitting) if fitting else _too_large(plan)
     yield _reading(plan)
     drafting = f"Drafting a token costs c = {plan.cost_ratio_c:.3f} of a decoding step (batch 1)."
-    if plan.target.num_experts == 1:
-        drafting += (
-            f" While verifying is free a chain of k={plan.rule_depth} is worth drafting, and no "
-            "longer one."
-        )
-    yield drafting
+    yield drafting if plan.target.num_experts > 1 else f"{drafting} {_worth(plan)}"
     yield from _caches(plan)
     last = plan.memory[-1]
     yield (
@@ -117,17 +113,40 @@ def _in_short(plan: Plan) -> Iterator[str]:
         )
 
 
-def _buys(plan: Plan) -> str:
-    first, last = plan.batches[0], plan.batches[-1]
-    paying = [row for row in plan.batches if row.best is not None]
+def _too_large(plan: Plan) -> str:
+    least = plan.memory[0]
+    return (
+        f"{title(plan)}, does not fit: batch {least.batch} takes {_size(least.total)} of "
+        f"{_size(plan.memory_bytes)}. What follows is as if it did; choose another device, a "
+        "smaller dtype or a shorter context."
+    )
+
+
+def _worth(plan: Plan) -> str:
+    """Say how long a chain pays while verifying is free, and what is known no further."""
+    k, known = plan.rule_depth, len(plan.acceptance.alphas)
+    if k == 0:
+        return "That is more than the first drafted token yields: no chain is worth drafting."
+    free = "While verifying is free a chain of"
+    if k == known:
+        return f"{free} at least k={k} is worth drafting; no acceptance is known beyond."
+    if k == plan.drafter.work.max_depth:
+        return f"{free} k={k} is worth drafting, which is as deep as the drafter goes."
+    return f"{free} k={k} is worth drafting, and no longer one."
+
+
+def _buys(batches: Sequence[BatchRow]) -> str:
+    """Say where drafting pays, of the batches that fit."""
+    first, last = batches[0], batches[-1]
+    paying = [row for row in batches if row.best is not None]
     if not paying:
-        return "Drafting pays at none of these batches: plain decoding is faster."
+        return "Drafting pays at no batch that fits: plain decoding is faster."
     text = (
         f"At batch {first.batch} {_best(first)}"
         if first.best is not None
         else f"At batch {first.batch} no draft pays; at batch {paying[0].batch} {_best(paying[0])}"
     )
-    losing = [row.batch for row in plan.batches if row.batch > paying[-1].batch]
+    losing = [row.batch for row in batches if row.batch > paying[-1].batch]
     if losing:
         return f"{text}. From batch {losing[0]} on no draft pays: switch speculation off there."
     return f"{text}; at batch {last.batch} {_best(last)}." if last is not first else f"{text}."

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from headstart.data.source import read_conversations
 from headstart.data.template import ChatTemplate
 from headstart.eval.bench import evaluate_heads
 from headstart.eval.drafter_arms import refuse_bad_fallbacks
@@ -13,6 +12,7 @@ from headstart.eval.engine.drafters.config import DrafterConfig, ModelConfig
 from headstart.eval.engine.policy_config import PolicyConfig
 from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
+from headstart.eval.suites import refuse_unreadable
 from headstart.heads.load import TargetConfig, load_target, refuse_missing
 from headstart.heads.runtime import RuntimeConfig
 
@@ -36,7 +36,8 @@ class EvalRun:
     runtime: RuntimeConfig = MISSING
     eval: EvalConfig = field(default_factory=EvalConfig)
     out: str = MISSING
-    """Directory that receives one directory of results a drafter, and report.md."""
+    """Directory that receives one directory of results a drafter, report.html and report.md with
+    figures, and journal.jsonl, from which an interrupted run goes on."""
 
     def __post_init__(self) -> None:
         if not self.checkpoints and not self.drafters:
@@ -55,10 +56,7 @@ def run(config: EvalRun) -> None:
             f"checkpoints: no head checkpoint at {', '.join(missing)}; "
             "give directories that hold config.json and model.safetensors"
         )
-    for number, suite in enumerate(config.eval.chosen_suites):
-        if suite.path is not None:  # a bad file is refused before the target is loaded
-            option = config.eval.option_of(number)
-            read_conversations(suite.path, need_answers=False, option=option)
+    refuse_unreadable(config.eval)
     for name, drafter in config.drafters.items():
         if isinstance(drafter, ModelConfig):
             refuse_missing(drafter.path, f"drafters.{name}.path")

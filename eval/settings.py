@@ -64,7 +64,8 @@ class EvalConfig:
     batch_size: int = 1
     """Prompts decoded in lockstep; their wall time is shared equally."""
     batch_sizes: list[int] = field(default_factory=list)
-    """Batch sizes at which the speedup is measured besides, both arms at each; [1,2,4,8,16]."""
+    """Batch sizes at which the speedup is measured besides, both arms at each; [1,2,4,8,16]. Of
+    conversations the first turns are decoded there."""
     max_pass_tokens: int | None = None
     """Most tokens that one pass of the target reads, as a serving scheduler has: all rows' drafts
     count against it, and prompts are read in passes of their own between rounds; null for none.

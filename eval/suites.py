@@ -8,8 +8,9 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from headstart.data.conversations import Conversation, Message
 from headstart.data.dialogue import Dialogue
@@ -20,6 +21,7 @@ from headstart.eval.engine.decode import Request
 from headstart.eval.settings import EvalConfig, SuiteConfig
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 Usable = tuple[Conversation, list[int]]
 """A conversation cut to the turns that are asked, and the tokens of its first prompt."""
 
@@ -57,6 +59,24 @@ class Suite:
         return sum(
             len(self.user_texts(r.prompt_id)) if r.prompt_id in self.conversations else 1
             for r in self.requests
+        )
+
+    def part(self, ids: Iterable[str]) -> "Suite":
+        """Return these prompts alone, in the order of the suite, under a hash of their own."""
+        kept = set(ids)
+
+        def of(values: Mapping[str, Item]) -> dict[str, Item]:
+            return {prompt_id: value for prompt_id, value in values.items() if prompt_id in kept}
+
+        requests = [request for request in self.requests if request.prompt_id in kept]
+        return replace(
+            self,
+            hash=_digest([self.hash, [request.prompt_id for request in requests]]),
+            requests=requests,
+            categories=of(self.categories),
+            members=of(self.members),
+            conversations=of(self.conversations),
+            given=self.given & kept,
         )
 
     def user_texts(self, prompt_id: str) -> list[str]:
@@ -97,6 +117,14 @@ def load_suite(config: EvalConfig, template: ChatTemplate) -> Suite:
     return parts[0] if len(parts) == 1 else _together(parts)
 
 
+def refuse_unreadable(config: EvalConfig) -> None:
+    """Raise for a file of prompts that cannot be read: asked before the target is loaded."""
+    for number, suite in enumerate(config.chosen_suites):
+        if suite.path is not None:
+            option = config.option_of(number)
+            read_conversations(suite.path, need_answers=False, option=option)
+
+
 def check_lengths(suite: Suite, context: int) -> None:
     """Raise ValueError naming the first prompt that fills a context of that many tokens.
 
@@ -124,7 +152,7 @@ def _load(chosen: SuiteConfig, option: str, template: ChatTemplate) -> Suite:
     usable, refused = _render(rows, chosen.max_turns, template)
     if not usable:
         raise ValueError(f"suite {name}: no usable prompt, {_refusals(refused)}; replace the rows")
-    kept = _evenly(usable, chosen.num_prompts)
+    kept = evenly(usable, chosen.num_prompts)
     notes += _left_out(rows, refused, kept, chosen)
     conversations = {c.prompt_id: c for c, _ in kept}
     suite = Suite(
@@ -196,9 +224,10 @@ def _up_to(messages: tuple[Message, ...], turns: int | None) -> tuple[Message, .
     return messages[: users[:turns][-1] + 1]
 
 
-def _evenly(usable: list[Usable], count: int) -> list[Usable]:
-    count = min(count, len(usable))
-    return [usable[i * len(usable) // count] for i in range(count)]
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """Return `count` of the items at equal distances, the first among them; all where fewer."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def _left_out(
@@ -225,5 +254,8 @@ def _hash(conversations: Iterable[Conversation]) -> str:
     listed = list(conversations)
     said = [[c.prompt_id, c.messages] for c in listed]
     offered = [[c.prompt_id, c.tools] for c in listed if c.tools]
-    text = json.dumps(said + offered)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _digest(said + offered)
+
+
+def _digest(values: list[object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]

@@ -3,9 +3,7 @@
 The two never share a prompt: a tree is not judged by the texts that chose it.
 """
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tqdm import tqdm
@@ -13,40 +11,43 @@ from tqdm import tqdm
 from headstart.eval.engine.decode import Request, decode
 from headstart.eval.engine.drafters.base import NoDrafter
 from headstart.eval.engine.sampling import SamplingConfig
-from headstart.eval.suites import Suite
+from headstart.eval.settings import EvalConfig
+from headstart.eval.suites import Suite, evenly
 from headstart.heads.target import Target
 
 BATCH_ROWS = 16
 
 
-def split_suite(suite: Suite, first: int, second: int) -> tuple[Suite, Suite]:
-    """Part a suite into `first` prompts, evenly over it, and `second` others.
+def with_more(config: EvalConfig, prompts: int) -> EvalConfig:
+    """Return settings that load so many prompts more of every suite."""
+    suites = [
+        suite
+        if suite.num_prompts is None
+        else replace(suite, num_prompts=suite.num_prompts + prompts)
+        for suite in config.suites
+    ]
+    return replace(config, num_prompts=config.num_prompts + prompts, suites=suites)
 
-    Raises ValueError when there are fewer than both ask for.
+
+def split_suite(suite: Suite, first: int, second: Mapping[str, int]) -> tuple[Suite, Suite]:
+    """Part every member of a suite into `first` prompts and `second` others, each evenly over it.
+
+    `second` is by the name of the member, or of a suite without any. Raises ValueError for a member
+    with fewer prompts than both ask for.
     """
-    total = len(suite.requests)
-    if total < first + second:
-        raise ValueError(
-            f"suite {suite.name}: {total} prompts, but search.num_prompts={first} and "
-            f"eval.num_prompts={second} together ask for {first + second}; lower one of them"
-        )
-    chosen = {i * total // first for i in range(first)}
-    others = [r for i, r in enumerate(suite.requests) if i not in chosen]
-    return (
-        _part(suite, [r for i, r in enumerate(suite.requests) if i in chosen]),
-        _part(suite, others[:second]),
-    )
-
-
-def _part(suite: Suite, requests: list[Request]) -> Suite:
-    ids = [request.prompt_id for request in requests]
-    text = json.dumps([suite.hash, ids])
-    return replace(
-        suite,
-        hash=hashlib.sha256(text.encode()).hexdigest()[:16],
-        requests=requests,
-        categories={prompt_id: suite.categories[prompt_id] for prompt_id in ids},
-    )
+    searched: list[str] = []
+    measured: list[str] = []
+    for name, count in second.items():
+        ids = [r.prompt_id for r in suite.requests if suite.members.get(r.prompt_id, name) == name]
+        if len(ids) < first + count:
+            raise ValueError(
+                f"suite {name}: {len(ids)} prompts, but search.num_prompts={first} and "
+                f"eval.num_prompts={count} together ask for {first + count}; lower one of them"
+            )
+        chosen = evenly(ids, first)
+        searched += chosen
+        measured += evenly([i for i in ids if i not in chosen], count)
+    return suite.part(searched), suite.part(measured)
 
 
 def plain_answers(

@@ -35,10 +35,14 @@ class Foretold:
     """None before it is measured."""
 
     @property
+    def speed(self) -> float | None:
+        """Measured decode speedup; None where nothing was measured."""
+        return self._figure(SPEED)
+
+    @property
     def gap(self) -> float | None:
         """Measured over predicted decode speedup, minus 1; None where nothing was measured."""
-        measured = self._figure(SPEED)
-        return None if measured is None else measured / self.option.speedup - 1
+        return None if self.speed is None else self.speed / self.option.speedup - 1
 
     @property
     def round_ms(self) -> float | None:
@@ -58,6 +62,19 @@ class Foretold:
         """Return the 95 % interval of a measured figure."""
         return None if self.result is None else self.result.intervals.get(name)
 
+    def speed_told(self) -> str:
+        """Return the measured decode speedup with its interval; '-' where there is none."""
+        return with_interval(self.speed, self.interval(SPEED))
+
+    def measured(self) -> list[str]:
+        """Tell what was measured, in one line; nothing before."""
+        if self.result is None:
+            return []
+        return [
+            f"Measured: {number(self._figure(TAU))} tokens a round, {self.speed_told()} times "
+            f"plain decoding ({self.result.counts.prompts} prompts not searched on)."
+        ]
+
     def figures(self) -> dict[str, Any]:
         """Return the row as tree.json holds it."""
         return {
@@ -69,7 +86,7 @@ class Foretold:
             "predicted_ms_per_round": self.predicted_ms,
             "measured_ms_per_round": self.round_ms,
             "predicted_speedup": self.option.speedup,
-            "measured_speedup": self._figure(SPEED),
+            "measured_speedup": self.speed,
             "interval": self.interval(SPEED),
             "difference": self.gap,
         }
@@ -79,7 +96,7 @@ class Foretold:
         if self.gap is None or abs(self.gap) <= TOLERANCE:
             return []
         return [
-            f"{self.name}: decode speedup {self._figure(SPEED):.2f} is {100 * self.gap:+.1f} % off "
+            f"{self.name}: decode speedup {self.speed:.2f} is {100 * self.gap:+.1f} % off "
             f"the {self.option.speedup:.2f} predicted: tau {self._figure(TAU):.2f} against "
             f"{self.option.tau:.2f}, a round {self.round_ms:.1f} ms against "
             f"{self.predicted_ms:.1f} ms"
@@ -92,6 +109,28 @@ def median_gap(rows: Sequence[Foretold]) -> float | None:
     return statistics.median(gaps) if gaps else None
 
 
+def overtaken(chosen: Foretold, rows: Sequence[Foretold]) -> list[str]:
+    """Tell of a row that measured faster than the tree that was chosen, which was by prediction."""
+    rivals = [row for row in rows if row.speed is not None]
+    fastest = max(rivals, key=lambda row: row.speed, default=chosen)
+    if chosen.speed is None or fastest.speed <= chosen.speed:
+        return []
+    apart = _apart(chosen.interval(SPEED), fastest.interval(SPEED))
+    cure = (
+        f"the intervals do not overlap: draft with tree={fastest.name}"
+        if apart
+        else "the intervals overlap: measure more prompts (eval.num_prompts) to tell them apart"
+    )
+    return [
+        f"{chosen.name} was chosen by its prediction and measured {chosen.speed_told()} times "
+        f"plain decoding, but {fastest.name} measured {fastest.speed_told()}; {cure}"
+    ]
+
+
+def _apart(slower: Interval, faster: Interval) -> bool:
+    return slower is not None and faster is not None and slower[1] < faster[0]
+
+
 def table(rows: Sequence[Foretold], chosen: Option) -> Table:
     """Return the rows for a terminal, the chosen tree marked."""
     shown = Table(title="Draft trees: predicted, then measured on prompts not searched on")
@@ -101,7 +140,6 @@ def table(rows: Sequence[Foretold], chosen: Option) -> Table:
         shown.add_column(column, justify="right")
     for row in rows:
         option, result = row.option, row.result
-        measured = None if result is None else result.figures[SPEED]
         shown.add_row(
             f"{row.name} *" if option == chosen else row.name,
             option.kind,
@@ -112,19 +150,21 @@ def table(rows: Sequence[Foretold], chosen: Option) -> Table:
             number(row.predicted_ms, 1),
             number(row.round_ms, 1),
             number(option.speedup),
-            with_interval(measured, row.interval(SPEED)),
+            row.speed_told(),
             "-" if row.gap is None else f"{100 * row.gap:+.1f} %",
         )
     return shown
 
 
-def write_option(directory: Path, name: str, option: Option, origin: str) -> Path:
+def write_option(directory: Path, name: str, row: Foretold, origin: str) -> Path:
     """Write the shape as an option of the group `tree`: a copy in conf/tree makes tree=NAME."""
+    option = row.option
     values = {k: v for k, v in asdict(option.tree(name)).items() if v is not None}
     del values["children"]
     lines = [
         f"# {origin}",
         f"# Predicted: {option.tau:.2f} tokens a round, {option.speedup:.2f} times plain decoding.",
+        *(f"# {line}" for line in row.measured()),
         "defaults: [base_tree]",
         *(f"{key}: {value}" for key, value in values.items()),
     ]

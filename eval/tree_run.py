@@ -3,107 +3,45 @@
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
 from rich.console import Console
 
-from headstart.data.source import read_conversations
 from headstart.data.template import ChatTemplate
 from headstart.eval.acceptance import collect
 from headstart.eval.arms import head_arms
 from headstart.eval.bench import benchmark, provenance
 from headstart.eval.engine.drafters.build import head_drafter
 from headstart.eval.engine.dynamic_tree import DynamicShape
-from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.leaderboard import print_leaderboard
 from headstart.eval.report import write_report
 from headstart.eval.result import Provenance
 from headstart.eval.result_files import write_result
-from headstart.eval.settings import EvalConfig, TreeConfig
+from headstart.eval.settings import TreeConfig
 from headstart.eval.step_time import PROBE_TOKENS, measure
-from headstart.eval.suites import Suite, check_lengths, load_suite
-from headstart.eval.tree_prompts import midway, plain_answers, split_suite
-from headstart.eval.tree_report import Foretold, median_gap, plot, table, write_option
+from headstart.eval.suites import Suite, check_lengths, evenly, load_suite, refuse_unreadable
+from headstart.eval.tree_prompts import midway, plain_answers, split_suite, with_more
+from headstart.eval.tree_report import (
+    Foretold,
+    median_gap,
+    overtaken,
+    plot,
+    table,
+    write_option,
+)
 from headstart.eval.tree_search import Limits, Option, best, foretell, marginals, search
+from headstart.eval.tree_settings import TreeRun as TreeRun
+from headstart.eval.tree_settings import TreeSearchConfig
 from headstart.files import write_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import check_pairing, load_head
-from headstart.heads.load import TargetConfig, load_target
-from headstart.heads.runtime import RuntimeConfig
+from headstart.heads.load import load_target
 from headstart.heads.target import Target
 
 log = logging.getLogger(__name__)
 KINDS = ("chain", "static", "dynamic")
-
-
-@dataclass
-class TreeSearchConfig:
-    """What is searched, and on how much."""
-
-    num_prompts: int = 40
-    """Prompts on which acceptance is collected; none of them is measured afterwards."""
-    max_nodes: int = 64
-    """N of the largest tree, the root included."""
-    max_depth: int = 6
-    """Deepest draft, in tokens; less where the head's own limit is less."""
-    max_rank: int = 10
-    """Best candidates of a node that a static tree may hold."""
-    top_k: list[int] = field(default_factory=lambda: [2, 3, 4, 5, 6, 8, 10])
-    """Of the dynamic trees tried; each is grown once from every place."""
-    prior: float = 20.0
-    """Places that the accuracy of a depth counts as, beside those that took the very same path."""
-    folds: int = 5
-    """Parts of the prompts; a static tree is judged on the part that did not choose it."""
-    timing_repeats: int = 5
-    """Prompts that every probed shape continues for a few rounds."""
-    presets_measured: int = 3
-    """Most promising presets measured beside what was found."""
-
-    def __post_init__(self) -> None:
-        least = {
-            "num_prompts": 2,
-            "max_nodes": 3,
-            "max_depth": 1,
-            "max_rank": 1,
-            "folds": 2,
-            "timing_repeats": 1,
-            "presets_measured": 0,
-        }
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"search.{name}={getattr(self, name)}: need at least {minimum}")
-        if self.folds > self.num_prompts:
-            raise ValueError(
-                f"search.folds={self.folds} but search.num_prompts={self.num_prompts}: every part "
-                "needs a prompt; lower search.folds"
-            )
-        if not self.prior > 0:
-            raise ValueError(f"search.prior={self.prior}: need more than 0 places")
-        if min(self.top_k, default=2) < 2:
-            raise ValueError(f"search.top_k={self.top_k}: need at least 2; 1 is a chain")
-
-
-@dataclass
-class TreeRun:
-    """`headstart tree`: the chain, static and dynamic tree that emit most tokens a second."""
-
-    target: TargetConfig = MISSING
-    checkpoint: str = MISSING
-    """Head checkpoint directory."""
-    sampling: SamplingConfig = MISSING
-    runtime: RuntimeConfig = MISSING
-    presets: dict[str, TreeConfig] = field(default_factory=dict)
-    """Shapes to compare with."""
-    search: TreeSearchConfig = field(default_factory=TreeSearchConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    """How what was found is measured; eval.batch_size is also that of the step times."""
-    name: str = "searched"
-    """Name of the tree option that is written."""
-    out: str = MISSING
-    """Directory that receives tree/NAME.yaml, tree.json, tree.png, and results as eval writes."""
 
 
 def run(config: TreeRun) -> None:
@@ -122,8 +60,7 @@ def _refuse_what_is_missing(config: TreeRun) -> None:
             f"checkpoint={config.checkpoint}: no head checkpoint there; give a directory that "
             "holds config.json and model.safetensors"
         )
-    if config.eval.suite is not None:
-        read_conversations(config.eval.suite, need_answers=False, option="eval.suite")
+    refuse_unreadable(config.eval)
     TreeConfig(config.name, depth=1)  # refuses a name that no file or table can carry
 
 
@@ -149,16 +86,18 @@ def find_tree(target: Target, template: ChatTemplate, config: TreeRun) -> list[F
         ranks=reach.ranks,
         top_k=reach.top_k,
     )
+    texts = midway(searched.requests, answers, room=target.shape.max_positions - PROBE_TOKENS)
+    timed, batch = config.search.timing_repeats, config.eval.batch_size
     times = measure(
         target,
         head,
-        midway(searched.requests, answers, room=target.shape.max_positions - PROBE_TOKENS),
+        evenly(texts, timed * batch),
         sampling=config.sampling,
         nodes=reach.nodes,
         depth=reach.depth,
         top_k=reach.top_k,
-        batch=config.eval.batch_size,
-        repeats=config.search.timing_repeats,
+        batch=batch,
+        repeats=timed,
     )
     options = search(found, times, limits, prior=config.search.prior, folds=config.search.folds)
     promised = {name: foretell(tree, found, times) for name, tree in presets.items()}
@@ -166,9 +105,13 @@ def find_tree(target: Target, template: ChatTemplate, config: TreeRun) -> list[F
     out = Path(config.out)
     seeds = [config.eval.seed, config.sampling.seed]
     where = provenance(target, held_out, template.hash, asdict(config), seeds)
-    chosen, rows = _write_found(options, config, where)
-    rows += _best_presets(rows, promised, config.search.presets_measured)
-    rows = _measured(target, config, rows, held_out, stop_ids, where)
+    chosen, kinds = best(options), _best_of_kinds(options, config.name)
+    assert chosen is not None, "a chain of one is always an option"
+    for path in _write_found(kinds, chosen, config, where):
+        log.info("%s", path)
+    rows = [*kinds, *_best_presets(kinds, promised, config.search.presets_measured)]
+    rows = _measured(target, config, rows, chosen, held_out, stop_ids, where)
+    _write_found(rows[: len(kinds)], chosen, config, where)  # with what was measured
     _tell(rows, chosen)
     tables = {
         "provenance": asdict(where),
@@ -199,28 +142,36 @@ def _head(target: Target, config: TreeRun) -> DraftHead:
 
 def _prompts(target: Target, template: ChatTemplate, config: TreeRun) -> tuple[Suite, Suite]:
     """Return the prompts to search on and those to measure."""
-    counts = config.search.num_prompts, config.eval.num_prompts
-    suite = load_suite(replace(config.eval, num_prompts=sum(counts)), template)
+    first = config.search.num_prompts
+    suite = load_suite(with_more(config.eval, first), template)
     check_lengths(suite, target.shape.max_positions)
-    return split_suite(suite, *counts)
+    return split_suite(
+        suite, first, {chosen.label: chosen.num_prompts for chosen in config.eval.chosen_suites}
+    )
+
+
+def _best_of_kinds(options: Sequence[Option], name: str) -> list[Foretold]:
+    """Return the best tree of each kind, called NAME-KIND."""
+    of_kind = {f"{name}-{kind}": best(options, kind) for kind in KINDS}
+    return [Foretold(name, option) for name, option in of_kind.items() if option is not None]
 
 
 def _write_found(
-    options: Sequence[Option], config: TreeRun, where: Provenance
-) -> tuple[Option, list[Foretold]]:
-    """Write the best tree of each kind, and the best of all; return that and the kinds' rows."""
-    of_kind = {f"{config.name}-{kind}": best(options, kind) for kind in KINDS}
-    found = {name: option for name, option in of_kind.items() if option is not None}
-    chosen = best(options)
-    assert chosen is not None, "a chain of one is always an option"
+    rows: Sequence[Foretold], chosen: Option, config: TreeRun, where: Provenance
+) -> list[Path]:
+    """Write the best tree of each kind, and the best of all under the name asked for."""
     told = (
         f"Found by headstart tree for {config.checkpoint} on {where.target}: {where.device}, "
         f"{where.threads} threads, {where.dtype}, batch {config.eval.batch_size}, temperature "
         f"{config.sampling.temperature:g}."
     )
-    for name, option in {config.name: chosen, **found}.items():
-        log.info("%s", write_option(Path(config.out) / "tree", name, option, told))
-    return chosen, [Foretold(name, option) for name, option in found.items()]
+    named = {config.name: _row_of(rows, chosen), **{row.name: row for row in rows}}
+    directory = Path(config.out) / "tree"
+    return [write_option(directory, name, row, told) for name, row in named.items()]
+
+
+def _row_of(rows: Sequence[Foretold], option: Option) -> Foretold:
+    return next(row for row in rows if row.option == option)
 
 
 def limits_of(head: DraftHead, config: TreeSearchConfig) -> Limits:
@@ -287,11 +238,12 @@ def _measured(
     target: Target,
     config: TreeRun,
     rows: Sequence[Foretold],
+    chosen: Option,
     suite: Suite,
     stop_ids: Sequence[int],
     where: Provenance,
 ) -> list[Foretold]:
-    """Decode the held-out prompts plainly and with every row's tree, taking turns."""
+    """Decode the held-out prompts plainly and with every row's tree, taking turns; report it."""
     arms = head_arms(
         [Path(config.checkpoint)],
         [row.option.tree(row.name) for row in rows],
@@ -310,19 +262,22 @@ def _measured(
         provenance=where,
     )
     out, results = Path(config.out), [result for result, _ in outcomes]
+    measured = [replace(row, result=result) for row, result in zip(rows, results, strict=True)]
+    first = _row_of(measured, chosen)
+    first.result.warnings += overtaken(first, measured)
     for arm, (result, prompt_rows) in zip(arms, outcomes, strict=True):
         write_result(out / arm.name, result, prompt_rows)
     print_leaderboard(results)
     log.info("report: %s", write_report(results, out))
-    return [replace(row, result=result) for row, result in zip(rows, results, strict=True)]
+    return measured
 
 
 def _tell(rows: Sequence[Foretold], chosen: Option) -> None:
-    """Print what was predicted beside what was measured; warn where the two differ."""
+    """Print what was predicted beside what was measured; warn where measuring says otherwise."""
     Console(width=None if sys.stdout.isatty() else 160).print(table(rows, chosen))
-    for row in rows:
-        for message in row.warnings():
-            log.warning("%s", message)
+    first = _row_of(rows, chosen)
+    for message in [m for row in rows for m in row.warnings()] + overtaken(first, rows):
+        log.warning("%s", message)
     gap = median_gap(rows)
     if gap is not None:
         log.info("predicted and measured speedup differ by %.1f %% in the median", 100 * gap)

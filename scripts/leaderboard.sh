@@ -21,6 +21,9 @@ CPU cores with four reference heads (four suites of 20 first turns, 64 tokens ea
   t1        chains, a top-k tree and a drawn one at temperature 1                     30 minutes
   best      the three fastest of t0, three repeats                                    25 minutes
   equality  as t0, in fp32, ten prompts a suite in batches of ten: all must be equal  20 minutes
+Speedup by batch size is not measured: for all of them it would take hours. That of the three
+fastest is, once best is done (whose figures are kept), with
+  PARTS="best report" scripts/leaderboard.sh OUT HEADS PROMPTS eval.batch_sizes=[1,2,4,8,16]
 TEXT
 
 names=() checkpoints="" folders=""
@@ -60,12 +63,16 @@ greedy() { # PART OPTION...: the arms of t0
 }
 
 fastest() { # names of the three fastest arms of t0, with commas
-    python3 - "$out"/t0/*/result.json <<'PYTHON'
-import json, sys
+    python3 - "$out/t0" <<'PYTHON'
+import glob, json, sys
 
-results = [json.load(open(path)) for path in sys.argv[1:]]
-results.sort(key=lambda result: -result["figures"]["speedup_ratio_of_sums_decode"])
-print(",".join(result["drafter"]["name"] for result in results[:3]))
+SPEED = "speedup_ratio_of_sums_decode"
+results = [json.load(open(path)) for path in glob.glob(f"{sys.argv[1]}/*/result.json")]
+timed = [result for result in results if result["figures"][SPEED] is not None]
+if not timed:
+    sys.exit(f"best: no result with a speed in {sys.argv[1]}; measure first with PARTS=t0")
+timed.sort(key=lambda result: -result["figures"][SPEED])
+print(",".join(result["drafter"]["name"] for result in timed[:3]))
 PYTHON
 }
 
@@ -74,7 +81,10 @@ for part in ${PARTS:-search t0 t1 best equality report}; do
         search) search ;;
         t0) greedy t0 "eval.only=[$arms,lookup,suffix_chain,suffix_tree]" ;;
         t1) measure t1 sampling.temperature=1 "${trees[@]:0:2}" "${drawn[@]}" drafter=[lookup] ;;
-        best) greedy best "eval.only=[$(fastest)]" eval.repeats=3 ;;
+        best)
+            only=$(fastest) # alone on its line, so that a failure ends the script
+            greedy best "eval.only=[$only]" eval.repeats=3
+            ;;
         equality)
             greedy equality "eval.only=[$arms,lookup,suffix_chain,suffix_tree]" \
                 target.dtype=float32 eval.num_prompts=10 eval.batch_size=10

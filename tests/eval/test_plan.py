@@ -8,14 +8,17 @@ from functools import cache
 import pytest
 import torch
 from models import make_head, target_of, tiny_model
-from traces import bench, make_result
+from traces import bench, chain_round, completion, make_result, timed
 from training import command
 
 from headstart import cli
 from headstart.data.codec import Codec
 from headstart.data.store_job import stored_bytes
+from headstart.eval.engine.records import Round
+from headstart.eval.metrics import prompt_sums
 from headstart.eval.plan_acceptance import acceptance
 from headstart.eval.plan_costs import largest_batch
+from headstart.eval.plan_figure import draw
 from headstart.eval.plan_make import make_plan
 from headstart.eval.plan_report import markdown, sections, write_plan
 from headstart.eval.result_files import write_result
@@ -118,12 +121,49 @@ def test_alphas_of_a_measured_chain_are_read_from_its_result(tmp_path):
     assert "Acceptance is not measured" not in told(made)
 
 
-def test_a_result_of_a_tree_is_refused(tmp_path):
-    sums, done = bench(2, 4, seconds=0.2)
-    result = make_result("eagle3", sums, done)
-    drafter = dataclasses.replace(result.drafter, tree="static:static7")
+NO_CHAINS = [
+    ({"tree": "static:static7"}, "measured with tree static:static7, whose .* tree=chain5"),
+    ({"tree": "chain:15+chain:3"}, r"measured with tree chain:15\+chain:3, whose .* tree=chain5"),
+    ({"policy": "survival"}, "measured with policy survival, which drafts .* policy=fixed"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), NO_CHAINS)
+def test_a_result_of_no_chain_of_one_length_is_refused(tmp_path, changes, message):
+    result = make_result("eagle3", *bench(2, 4, seconds=0.2))
+    drafter = dataclasses.replace(result.drafter, **changes)
     write_result(tmp_path, dataclasses.replace(result, drafter=drafter), [])
-    with pytest.raises(ValueError, match="measured with tree static:static7, whose .* tree=chain5"):
+    with pytest.raises(ValueError, match=message):
+        acceptance(None, str(tmp_path))
+
+
+def lookup(misses: int) -> tuple[list, list]:
+    """One prompt: twenty rounds that accept one of two, and rounds that found nothing to draft."""
+    rounds = [chain_round(1, 2)] * 20 + [Round(0, 1, 0, 0, 1, "leaf")] * misses
+    done = completion("p", rounds, seconds=1.0)
+    return [prompt_sums(done, timed("p", len(done.token_ids), 2.0))], [done]
+
+
+def test_a_drafter_that_often_drafts_nothing_has_no_chains_acceptance(tmp_path):
+    write_result(tmp_path, make_result("lookup", *lookup(misses=20)), [])
+    with pytest.raises(
+        ValueError, match="alpha_cond of lookup would emit 2.00 .* but tau_full_rou"
+    ):
+        acceptance(None, str(tmp_path))
+
+
+def test_a_round_now_and_then_without_a_draft_is_no_matter(tmp_path):
+    write_result(tmp_path, make_result("lookup", *lookup(misses=2)), [])
+    assert acceptance(None, str(tmp_path)).alphas == [1.0, 0.0]
+
+
+def test_a_result_of_cut_rounds_alone_is_refused(tmp_path):
+    done = completion("p", [chain_round(1, 2, cut=True)], seconds=1.0)
+    sums = [prompt_sums(done, timed("p", len(done.token_ids), 2.0))]
+    write_result(tmp_path, make_result("eagle3", sums, [done]), [])
+    with pytest.raises(
+        ValueError, match="would emit 2.00 tokens a round, but tau_full_rounds=null"
+    ):
         acceptance(None, str(tmp_path))
 
 
@@ -234,7 +274,50 @@ def test_the_summary_names_the_best_draft_and_where_drafting_stops_paying():
 
 def test_the_summary_says_when_nothing_pays():
     text = sections(plan("alphas=0", "batch_sizes=[1]"))[0].lines[0]
-    assert text == "Drafting pays at none of these batches: plain decoding is faster."
+    assert text == "Drafting pays at no batch that fits: plain decoding is faster."
+
+
+def test_a_chain_is_not_said_to_end_where_only_the_acceptance_does():
+    worth = "While verifying is free a chain of"
+    assert f"{worth} at least k=2 is worth drafting; no acceptance is known beyond." in told(
+        plan("alphas=[.9,.9]")
+    )
+    assert f"{worth} k=4 is worth drafting, which is as deep as the drafter goes." in told(
+        plan("head=medusa", "alphas=0.9")
+    )
+    ended = plan("alphas=[.9,.01,.9]")
+    assert ended.rule_depth == 1
+    assert f"{worth} k=1 is worth drafting, and no longer one." in told(ended)
+
+
+def test_no_chain_is_said_to_be_worth_drafting_where_none_is():
+    made = plan("alphas=0.01")
+    assert made.rule_depth == 0
+    assert "yields: no chain is worth drafting." in told(made)
+    assert "k=0" not in told(made)
+
+
+def test_a_target_that_does_not_fit_is_told_first_and_shaded_everywhere():
+    made = plan("model=llama3_70b", "hardware=h100", "batch_sizes=[1,8]")
+    first = sections(made)[0].lines[0]
+    assert first.startswith(f"{made.target.name} on H100 SXM, drafting with ")
+    assert re.search(r" does not fit: batch 1 takes \d+ GB of 80.0 GB\. What follows", first)
+    assert shaded(made) == (1, 8)
+
+
+def test_what_pays_is_told_of_the_batches_that_fit():
+    made = plan("batch_sizes=[1,8,4096]")
+    assert 8 < made.largest_batch < 4096
+    assert "4096" not in sections(made)[0].lines[0]
+    assert shaded(made) == (made.largest_batch, 4096)
+    assert shaded(plan("batch_sizes=[1,8]")) is None
+
+
+def shaded(made) -> tuple[float, float] | None:
+    """Return the batches that the plot says do not fit."""
+    patches = draw(made, "title").axes[0].patches
+    assert len(patches) <= 1
+    return (patches[0].get_x(), patches[0].get_x() + patches[0].get_width()) if patches else None
 
 
 def test_the_summary_tells_that_a_mixture_reads_more_for_more_tokens():

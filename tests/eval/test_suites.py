@@ -161,6 +161,16 @@ def test_several_suites_are_one_benchmark_under_their_names(tmp_path):
     assert dialogue.ask.token_ids == suite.requests[2].token_ids
 
 
+def test_a_part_of_a_suite_holds_its_prompts_and_nothing_of_the_others(tmp_path):
+    whole = load(suite=write(tmp_path / "q.jsonl", questions(4)), num_prompts=4)
+    part = whole.part(["2", "0"])
+    assert [request.prompt_id for request in part.requests] == ["0", "2"]
+    for held in (part.categories, part.conversations, part.given, part.lengths):
+        assert set(held) == {"0", "2"}
+    assert part.num_turns == 2
+    assert part.hash not in (whole.hash, whole.part(["0"]).hash)
+
+
 def test_a_suite_has_limits_turns_and_a_seed_of_its_own(tmp_path):
     path = write(tmp_path / "a.jsonl", questions(9, turns=2))
     limits = {"num_prompts": 3, "max_new_tokens": 7, "max_turns": 1}

@@ -12,13 +12,14 @@ from traces import bench, make_result
 from training import command, save_target, saved, talking_target
 
 from headstart import cli
+from headstart.eval.leaderboard import SPEED
 from headstart.eval.metrics import DEFINITIONS
 from headstart.eval.result_files import read_result
-from headstart.eval.settings import TreeConfig
-from headstart.eval.tree_prompts import midway, split_suite
-from headstart.eval.tree_report import TOLERANCE, Foretold, median_gap
-from headstart.eval.tree_run import TreeSearchConfig
+from headstart.eval.settings import EvalConfig, SuiteConfig, TreeConfig
+from headstart.eval.tree_prompts import midway, split_suite, with_more
+from headstart.eval.tree_report import TOLERANCE, Foretold, median_gap, overtaken, write_option
 from headstart.eval.tree_search import Option
+from headstart.eval.tree_settings import TreeSearchConfig
 from headstart.heads.checkpoint import info_for, save_head
 
 cli.register()
@@ -128,15 +129,58 @@ def test_what_was_found_is_an_option_of_eval_by_its_search_path(
     assert result.drafter.tree == "static:searched-static"
 
 
-def test_the_option_says_where_it_comes_from(searched: Path) -> None:
+def test_the_option_says_where_it_comes_from_and_what_it_measured(searched: Path) -> None:
     text = (searched / "tree" / "searched-static.yaml").read_text()
     told = r"# Found by headstart tree for .*eagle on .*, \d+ threads, float32, batch 1, temp"
     assert re.match(told, text)
     assert re.search(r"# Predicted: \d\.\d\d tokens a round, \d\.\d\d times plain", text)
+    measured = r"# Measured: \d\.\d\d tokens a round, \d\.\d\d \[\d\.\d\d, \d\.\d\d\] times plain "
+    for name in ("searched", "searched-chain", "searched-static", "searched-dynamic"):
+        written = (searched / "tree" / f"{name}.yaml").read_text()
+        assert re.search(measured + r"decoding \(3 prompts not searched on\)\.\n", written)
     assert "defaults: [base_tree]\nname: searched-static\nchoices: [[" in text
 
 
+def test_a_tree_that_measured_faster_than_the_chosen_one_is_in_the_results(searched: Path) -> None:
+    tables = json.loads((searched / "tree.json").read_text())
+    name = "searched-" + tables["chosen"]["kind"]
+    speeds = {row["name"]: row["measured_speedup"] for row in tables["measured"]}
+    results = [read_result(path) for path in searched.rglob("result.json")]
+    (chosen,) = (result for result in results if result.drafter.name == f"eagle-{name}")
+    told = [warning for warning in chosen.warnings if "was chosen by its prediction" in warning]
+    assert len(told) == (max(speeds.values()) > speeds[name])
+
+
 # Other heads and settings.
+
+
+def test_several_suites_are_searched_on_and_measured_each_by_first_turns(
+    target_dir: Path, tmp_path: Path
+) -> None:
+    checkpoint = _checkpoint(tmp_path / "eagle", "eagle")
+    for name in ("a", "b"):
+        rows = [{"id": i, "category": "x", "turns": [f"Say {i}", "Again"]} for i in range(8)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    suites = f"[{{path:{tmp_path}/a.jsonl}},{{path:{tmp_path}/b.jsonl,num_prompts:2}}]"
+    command(
+        "tree",
+        *saved(target_dir),
+        f"checkpoint={checkpoint}",
+        *QUICK,
+        "search.top_k=[2]",
+        "search.presets_measured=0",
+        f"eval.suites={suites}",
+        f"out={tmp_path}/tree",
+    )
+    results = [read_result(path) for path in (tmp_path / "tree").rglob("result.json")]
+    assert len(results) == 3
+    for result in results:
+        counts = {name: group.counts.prompts for name, group in result.suites.items()}
+        assert counts == {"a": 3, "b": 2}
+        assert any("(max_turns=1)" in warning for warning in result.warnings)
+    rows = (tmp_path / "tree" / "eagle-searched-chain" / "prompts.jsonl").read_text().splitlines()
+    assert [json.loads(row)["turns"] for row in rows] == [1] * 5
 
 
 def test_a_head_of_all_depths_at_once_has_no_dynamic_tree_and_says_so(
@@ -172,6 +216,12 @@ def test_a_head_of_all_depths_at_once_has_no_dynamic_tree_and_says_so(
     [
         (["checkpoint=none"], "checkpoint=none: no head checkpoint there"),
         (["eval.suite=none.jsonl"], "eval.suite=none.jsonl"),
+        (["eval.suites=[{path:none.jsonl}]"], r"eval\.suites\[0\]\.path=none\.jsonl"),
+        (
+            ["eval.max_turns=2"],
+            "eval.max_turns=2 for generated-heldout: trees are searched on first",
+        ),
+        (["eval.suites=[{max_turns:3}]"], "eval.max_turns=3 for generated-heldout"),
         (["name='a b'"], "tree.name=a b: need letters"),
     ],
 )
@@ -232,13 +282,32 @@ def test_a_bad_setting_names_its_field(values: dict, message: str) -> None:
 
 def test_the_prompts_searched_on_and_those_measured_are_disjoint_and_spread() -> None:
     whole = suite(range(12), max_new_tokens=4)
-    first, second = split_suite(whole, 4, 6)
+    first, second = split_suite(whole, 4, {"hand": 4})
     ids = [[r.prompt_id for r in part.requests] for part in (first, second)]
-    assert ids == [["p0", "p3", "p6", "p9"], ["p1", "p2", "p4", "p5", "p7", "p8"]]
+    assert ids == [["p0", "p3", "p6", "p9"], ["p1", "p4", "p7", "p10"]]
     assert set(first.categories) == set(ids[0])
     assert len({whole.hash, first.hash, second.hash}) == 3
-    with pytest.raises(ValueError, match="hand: 12 prompts, but search.num_prompts=8 and"):
-        split_suite(whole, 8, 5)
+    with pytest.raises(ValueError, match="suite hand: 12 prompts, but search.num_prompts=8 and"):
+        split_suite(whole, 8, {"hand": 5})
+
+
+def test_every_member_of_a_suite_is_parted_and_knows_its_prompts() -> None:
+    one = suite(range(12), max_new_tokens=4)
+    members = {r.prompt_id: "a" if i < 8 else "b" for i, r in enumerate(one.requests)}
+    whole = replace(one, members=members, given=frozenset({"p0", "p1"}))
+    first, second = split_suite(whole, 2, {"a": 3, "b": 1})
+    assert first.members == {"p0": "a", "p4": "a", "p8": "b", "p10": "b"}
+    assert second.members == {"p1": "a", "p3": "a", "p6": "a", "p9": "b"}
+    assert [r.prompt_id for r in second.requests] == list(second.members)
+    assert (first.given, second.given) == ({"p0"}, {"p1"})
+    with pytest.raises(ValueError, match="suite b: 4 prompts, but search.num_prompts=2 and"):
+        split_suite(whole, 2, {"a": 3, "b": 3})
+
+
+def test_every_suite_is_loaded_with_more_prompts_than_are_measured() -> None:
+    config = EvalConfig(num_prompts=5, suites=[SuiteConfig(name="a"), SuiteConfig(num_prompts=2)])
+    assert [s.num_prompts for s in with_more(config, 40).chosen_suites] == [45, 42]
+    assert with_more(EvalConfig(suite="a.jsonl"), 40).suite == "a.jsonl"
 
 
 def test_texts_half_way_have_half_their_answers_and_room_for_a_draft() -> None:
@@ -269,3 +338,42 @@ def test_a_difference_above_the_tolerance_is_told_with_what_it_is_made_of() -> N
     near = replace(far, option=replace(option, speedup=2.0 * (1 + 0.9 * TOLERANCE)))
     assert near.warnings() == []
     assert median_gap([row, far]) == pytest.approx(0.2)
+
+
+def _row(name: str, speed: float, interval: tuple[float, float]) -> Foretold:
+    """A chain of 2 that promises 2.5 and measured as told, on twenty prompts."""
+    option = Option("chain", 3, 2, tau=2.0, seconds=0.08, tokens_per_s=25.0, speedup=2.5)
+    result = make_result(name, *bench(1, 2, seconds=0.2 / speed))
+    result.intervals[SPEED] = list(interval)
+    return Foretold(name, option, result)
+
+
+def test_a_row_that_measured_faster_than_the_chosen_one_is_told_with_both_intervals() -> None:
+    chosen = _row("mine", 2.0, (1.9, 2.1))
+    assert overtaken(chosen, [chosen, _row("slower", 1.9, (1.8, 2.0))]) == []
+    near = [chosen, _row("far", 2.25, (2.05, 2.4)), _row("second", 2.2, (2.15, 2.3))]
+    assert overtaken(chosen, near) == [
+        "mine was chosen by its prediction and measured 2.00 [1.90, 2.10] times plain decoding, "
+        "but far measured 2.25 [2.05, 2.40]; the intervals overlap: measure more prompts "
+        "(eval.num_prompts) to tell them apart"
+    ]
+    (told,) = overtaken(chosen, [chosen, _row("dynamic8", 2.5, (2.2, 2.6))])
+    assert told.endswith(
+        "2.50 [2.20, 2.60]; the intervals do not overlap: draft with tree=dynamic8"
+    )
+    unmeasured = replace(chosen, result=None)
+    assert overtaken(unmeasured, [unmeasured]) == []
+
+
+def test_an_option_is_written_before_and_after_it_is_measured(tmp_path: Path) -> None:
+    row = _row("mine", 2.0, (1.9, 2.1))
+    write_option(tmp_path, "mine", replace(row, result=None), "Found by hand.")
+    lines = (tmp_path / "mine.yaml").read_text().splitlines()
+    assert lines[:2] == [
+        "# Found by hand.",
+        "# Predicted: 2.00 tokens a round, 2.50 times plain decoding.",
+    ]
+    write_option(tmp_path, "mine", row, "Found by hand.")
+    again = (tmp_path / "mine.yaml").read_text().splitlines()
+    told = "# Measured: 2.00 tokens a round, 2.00 [1.90, 2.10] times plain decoding (20 prompts "
+    assert again == [*lines[:2], told + "not searched on).", *lines[2:]]

@@ -1,0 +1,61 @@
+"""`scripts/leaderboard.sh`, with a `headstart` that only writes down what it is asked."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "leaderboard.sh"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Hold one head, and the stand-in for headstart."""
+    (tmp_path / "heads" / "eagle" / "head").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "headstart"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    command.chmod(0o755)
+    return tmp_path
+
+
+def best(place: Path) -> subprocess.CompletedProcess:
+    path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [SCRIPT, place / "out", place / "heads"],
+        env=os.environ | {"PATH": path, "PARTS": "best"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def measured(place: Path, name: str, speed: float | None) -> None:
+    """Write as much of a result of t0 as the script reads."""
+    directory = place / "out" / "t0" / name
+    directory.mkdir(parents=True)
+    figures = {"speedup_ratio_of_sums_decode": speed}
+    result = {"drafter": {"name": name}, "figures": figures}
+    (directory / "result.json").write_text(json.dumps(result))
+
+
+@pytest.mark.parametrize("speeds", [{}, {"lookup": None}])
+def test_without_a_speed_in_t0_no_arm_is_measured_as_one_of_the_best(place, speeds):
+    for name, speed in speeds.items():
+        measured(place, name, speed)
+    done = best(place)
+    assert done.returncode == 1
+    assert f"no result with a speed in {place}/out/t0; measure first with PARTS=t0" in done.stderr
+    assert not (place / "calls").exists()
+
+
+def test_the_three_fastest_of_t0_are_measured_again(place):
+    speeds = {"a": 1.2, "b": 1.9, "c": None, "d": 1.5, "e": 1.1}
+    for name, speed in speeds.items():
+        measured(place, name, speed)
+    done = best(place)
+    assert done.returncode == 0, done.stderr
+    (call,) = (place / "calls").read_text().splitlines()
+    assert " eval.only=[b,d,a] eval.repeats=3" in call
