@@ -49,8 +49,9 @@ def batch_sweep(
     """
     check_sizes(config.batch_sizes, suite)
     points: list[list[BatchPoint]] = [[] for _ in arms]
-    if config.batch_sizes:
-        log.info("batch sizes %s: first turns only, four queued a row", config.batch_sizes)
+    later = suite.num_turns - len(suite.requests)
+    if config.batch_sizes and later:
+        log.info("batch sizes: first turns only; %d later turns are left out", later)
     for size in sorted(config.batch_sizes):
         groups = queues(suite.requests, size)
         bounds = (size, config.max_pass_tokens)

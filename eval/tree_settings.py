@@ -1,5 +1,6 @@
 """The settings of `headstart tree`."""
 
+import warnings
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -8,6 +9,9 @@ from headstart.eval.engine.sampling import SamplingConfig
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.load import TargetConfig
 from headstart.heads.runtime import RuntimeConfig
+
+UNUSED = ("only", "batch_sizes", "skip_misfits", "training_rows", "resume")
+"""Options of an evaluation that a search does not read."""
 
 
 @dataclass
@@ -83,4 +87,11 @@ class TreeRun:
                 raise ValueError(
                     f"eval.max_turns={suite.max_turns} for {suite.label}: trees are searched on "
                     "first turns, and so measured on them; leave it at 1"
+                )
+        usual = EvalConfig()
+        for name in UNUSED:
+            value = getattr(self.eval, name)
+            if value != getattr(usual, name):
+                warnings.warn(
+                    f"eval.{name}={value} has no effect in headstart tree; drop it", stacklevel=4
                 )

@@ -19,7 +19,7 @@ from headstart.eval.settings import EvalConfig, SuiteConfig, TreeConfig
 from headstart.eval.tree_prompts import midway, split_suite, with_more
 from headstart.eval.tree_report import TOLERANCE, Foretold, median_gap, overtaken, write_option
 from headstart.eval.tree_search import Option
-from headstart.eval.tree_settings import TreeSearchConfig
+from headstart.eval.tree_settings import TreeRun, TreeSearchConfig
 from headstart.heads.checkpoint import info_for, save_head
 
 cli.register()
@@ -233,6 +233,11 @@ def test_what_is_missing_is_told_before_the_target_is_loaded(
     target = ["target=hf", "target.path=/no/such/target"]
     with pytest.raises(SystemExit, match=message):
         command("tree", *target, f"checkpoint={tmp_path}", *given)
+
+
+def test_an_option_of_evaluations_that_a_search_does_not_read_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"eval\.only=\['x'\] has no effect in headstart tree"):
+        TreeRun(eval=EvalConfig(max_turns=1, only=["x"]))
 
 
 @pytest.mark.parametrize(
