@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from headstart.data.template import ChatTemplate
 from headstart.eval.arms import Arm, head_arms, paced, refuse_repeats
 from headstart.eval.batch_sweep import batch_sweep, check_sizes, policies_of, print_sweep
@@ -156,7 +158,7 @@ def benchmark(
         sessions=sessions,
     )
     outcomes = []
-    for number, arm in enumerate(arms, start=1):
+    for number, arm in enumerate(tqdm(arms, desc="summarising", unit="drafter"), start=1):
         result = summarise(
             target,
             arm,

@@ -8,7 +8,7 @@ Shapes: B rows, N tree nodes, V target vocabulary, K path nodes.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ class _Loop:
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.stop_ids, self.batch_size, self.context = stop_ids, batch_size, context
         self.rows: list[Row] = []
+        self._clock = _clock_of(target.device)
 
     def begin(self, longest: int, policy: DraftPolicy, max_pass_tokens: int | None) -> None:
         """Make room for rows of up to `longest` tokens."""
@@ -233,10 +234,19 @@ class _Loop:
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.target.device)
 
-    def _clock(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """Return a clock that waits for the device.
+
+    No method of the loop, which would then hold itself: its cache is free as soon as it is done.
+    """
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
+
+    return clock
 
 
 def _check_budget(max_pass_tokens: int | None, batch_size: int) -> None:

@@ -121,7 +121,7 @@ def test_an_arm_under_a_policy_says_so_and_learns_afresh_at_each_size(tiny):
 
 
 def test_an_arm_that_cannot_follow_a_policy_is_refused_before_anything_is_decoded():
-    with pytest.raises(ValueError, match="policy=survival: plain cannot stop by probabilities"):
+    with pytest.raises(ValueError, match="policy=survival: script cannot stop by probabilities"):
         paced(arm("a", Script([1])), PolicyConfig(kind="survival"))
 
 

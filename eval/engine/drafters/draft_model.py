@@ -52,6 +52,7 @@ class ModelDrafter:
 
     def start(self, batch: int, max_len: int) -> None:
         """Make room for `batch` rows and the drafts beyond their ends."""
+        self._cache = None  # the new one may then lie where the old one lay
         self._cache = self.model.new_cache(batch, max_len + self.num_nodes, self.num_nodes)
         self._unread: list[list[int]] = [[] for _ in range(batch)]
         self._reading_prompt = [True] * batch
