@@ -11,12 +11,13 @@ from typing import Any
 
 from headstart.eval.checks import repeated_ngram_share
 from headstart.eval.engine.records import Completion
+from headstart.eval.engine.verify import SCHEMES
 from headstart.eval.intervals import Interval
 from headstart.eval.metrics import DEFINITIONS, Value
 from headstart.heads.runtime import Compilation
 
 SCHEMA_VERSION = 4
-LOSSLESS_SCHEMES = ("a", "a1", "b", "c", "c1", "d")
+LOSSLESS_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.lossless)
 LOSSY_SCHEMES = ("typical",)
 
 
