@@ -101,12 +101,30 @@ def by_setting(named: Sequence[Named]) -> dict[str, list[Named]]:
 
 def setting_labels(groups: Sequence[Sequence[Named]]) -> list[str]:
     """Name each setting by its prompts, its temperature and whatever else tells it apart."""
-    parts = [_parts(group[0][1]) for group in groups]
+    first = [group[0][1] for group in groups]
+    parts = [_parts(r) | prompts for r, prompts in zip(first, _short_prompts(first), strict=True)]
     told = {key for key in parts[0] if key in _ALWAYS or len({part[key] for part in parts}) > 1}
     return [", ".join(part[key] for key in part if key in told) for part in parts]
 
 
 _ALWAYS = ("prompts", "temperature")
+
+
+def _short_prompts(results: Sequence[Result]) -> list[dict[str, str]]:
+    """Tell suites apart by their names; else by their sizes; else by their hashes."""
+    where = [(r.provenance.prompt_suite, r.provenance.prompt_suite_hash) for r in results]
+    names, hashes = ({of[i] for of in where} for i in (0, 1))
+    sizes = {(hashed, r.counts.prompts) for (_, hashed), r in zip(where, results, strict=True)}
+    members = [name.split("+") for name, _ in where]
+    shared = len(names) == 1 and len(members[0]) > 1  # of no use in every label
+    told = [f"{len(of)} suites" if shared else "+".join(of) for of in members]
+    if len(names) == len(hashes):
+        apart = [""] * len(results)
+    elif len({size for _, size in sizes}) == len(sizes):
+        apart = [f"{r.counts.prompts} prompts" for r in results]
+    else:
+        apart = [hashed[:8] for _, hashed in where]
+    return [{"prompts": one, "suite": other} for one, other in zip(told, apart, strict=True)]
 
 
 def _setting(result: Result) -> str:

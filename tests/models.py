@@ -106,6 +106,14 @@ def tiny_model(
     return seeded(seed, lambda: make(transformers.LlamaConfig(**options))).eval()
 
 
+def recurrent_model() -> PreTrainedModel:
+    """Build a model whose state cannot be rolled back."""
+    config = transformers.JambaConfig(
+        **{**DIMENSIONS, "num_experts": 1, "num_experts_per_tok": 1, "pad_token_id": 0}
+    )
+    return seeded(0, lambda: transformers.JambaForCausalLM(config))
+
+
 def markov(rows: Sequence[Sequence[float]]) -> PreTrainedModel:
     """Build MARKOV: the next token's law is the row of the last token, whatever came before."""
     law_VV = torch.tensor(rows, dtype=torch.float64).clamp(min=1e-9)

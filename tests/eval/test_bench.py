@@ -24,6 +24,7 @@ from headstart.eval.result import PromptRow, Result, SamplingInfo
 from headstart.eval.result_files import read_result
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.eval.suites import Suite
+from headstart.eval.timing import Runner
 from headstart.heads.checkpoint import info_for, save_head
 from headstart.heads.target import Target
 
@@ -178,6 +179,16 @@ def test_p56_warm_up_is_not_in_the_times(clock):
     assert clock.now > 1000
     assert rows[0].seconds < 1
     assert result.figures["ms_draft_per_round"] < 1000
+
+
+def test_the_warm_up_is_a_whole_batch_at_least(monkeypatch):
+    """A compiled runtime makes its graphs of many rows there, before the clock."""
+    groups, prompts = [], suite([0] * 6, max_new_tokens=20).requests
+    monkeypatch.setattr(Runner, "decode", lambda self, drafter, group: groups.append(group))
+    Runner(cycle(), GREEDY, (), batch_size=4).warm_up([NoDrafter()], prompts, 1)
+    assert [len(group) for group in groups] == [4]
+    Runner(cycle(), GREEDY, (), batch_size=1).warm_up([NoDrafter()], prompts, 3)
+    assert [len(group) for group in groups] == [4, 1, 1, 1]
 
 
 def test_the_median_repeat_of_a_prompt_counts(clock):

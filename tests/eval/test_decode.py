@@ -3,6 +3,8 @@
 Shapes: B rows, T tokens, N tree nodes, V vocabulary.
 """
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -325,6 +327,24 @@ def test_p43_no_token_is_taken_unseen_and_padding_is_not_token_0(
         assert done[prompt_id].token_ids == [0] * length == plain[prompt_id].token_ids
         assert {r.accepted for r in done[prompt_id].rounds} == {0}
     assert tau(done) == 1.0
+
+
+def test_the_cache_of_a_run_is_free_at_its_end(tiny: Target, monkeypatch) -> None:
+    """Kept until a garbage collection it would be held beside those of the next runs."""
+    made, new_cache = [], tiny.new_cache
+
+    def spy(*sizes: int) -> KVCache:
+        cache = new_cache(*sizes)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(tiny, "new_cache", spy)
+    gc.disable()
+    try:
+        run(tiny, None, requests(3, 6))
+        assert [ref() for ref in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_p43_the_cache_is_not_read_at_a_padding_slot(

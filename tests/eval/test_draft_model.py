@@ -11,6 +11,7 @@ from fixtures_chat import chat_tokenizer
 from models import (
     ScriptedDrafter,
     markov,
+    recurrent_model,
     requests,
     run,
     scripted,
@@ -71,6 +72,12 @@ def drafts_after_rounds(
         (names[key], position): (script.texts[key][: position + 1], draft)
         for (key, position), draft in worn.drafts.items()
     }
+
+
+def test_a_draft_model_that_cannot_be_rolled_back_is_refused_as_one(tiny):
+    model = target_of(recurrent_model(), name="tiny-jamba")
+    with pytest.raises(ValueError, match="tiny-jamba: .* can neither decode nor draft here"):
+        ModelDrafter(model, tiny, tokens=2, sampling=GREEDY)
 
 
 def continued(model: Target, text: list[int], count: int) -> list[int]:

@@ -26,6 +26,7 @@ from headstart.eval.result_files import read_result
 from headstart.eval.run import run
 from headstart.eval.settings import EvalConfig, TreeConfig
 from headstart.heads.checkpoint import info_for, save_head
+from headstart.heads.load import ATTENTION
 from headstart.heads.runtime import RuntimeConfig
 from headstart.heads.target import Target
 
@@ -144,6 +145,15 @@ def test_a_draft_model_is_packed_as_the_target_is(model_path, packed):
     assert type(model.layers[0].mlp.up_proj) is type(target.layers[0].mlp.up_proj)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_draft_model_attends_as_the_target_does(model_path, attention):
+    """Soft-capped models are known to eager attention only, and there is no option beside this."""
+    target = chat_target()
+    target.model.set_attn_implementation(ATTENTION[attention])
+    model = arms({"small": ModelConfig(model_path)}, target)["small"].drafter.model
+    assert model.model.config._attn_implementation == ATTENTION[attention]
+
+
 @pytest.mark.slow
 def test_an_evaluation_with_a_compiled_draft_model_says_what_was_compiled(tmp_path, model_path):
     target = chat_target()
@@ -154,11 +164,12 @@ def test_an_evaluation_with_a_compiled_draft_model_says_what_was_compiled(tmp_pa
         [],
         [],
         sampling=GREEDY,
-        config=replace(QUICK, num_prompts=2, max_new_tokens=8),
+        config=replace(QUICK, num_prompts=2, max_new_tokens=8, batch_sizes=[2]),
         out=tmp_path,
         run_config={},
         drafters={"small": ModelConfig(model_path, tokens=3)},
     )
+    assert result.compilation == target.compiled.info  # with what the batch sweep compiled
     assert result.compilation.parts == ["target", "drafter"]
     assert result.compilation.networks == ["target", f"draft model {model_path}"]
     assert result.compilation.late == 0

@@ -4,6 +4,7 @@ Shapes: B rows, N tree nodes, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from headstart.eval.engine.drafters.fallback import FallbackDrafter
 from headstart.eval.engine.drafters.head import HeadDrafter
 from headstart.eval.engine.dynamic_tree import DynamicShape
 from headstart.eval.engine.policy import AdaptivePolicy, TablePolicy, fair_shares
+from headstart.eval.engine.records import Completion
 from headstart.eval.engine.sampling import SamplingConfig, processed_probs, prompt_key
 from headstart.eval.engine.tree import DraftTree, TreeShape
 from headstart.heads.target import Target
@@ -183,12 +185,22 @@ def markov_requests(count: int) -> list[Request]:
     return [Request(f"p{i}", (5, 6, *(REPEATED if i % 2 else []), 3), 3) for i in range(count)]
 
 
+def markov_answers(
+    name: str, change: Callable[[DraftTree], DraftTree]
+) -> tuple[Drafter, dict[str, Completion]]:
+    """Decode 4,000 answers of three tokens from drafts that were changed on their way."""
+    target = target_of(markov(LAWS.tolist()))
+    drafter = made(name, target, PROCESSORS)
+    propose = drafter.propose
+    drafter.propose = lambda *args: change(propose(*args))
+    options = {"sampling": PROCESSORS, "batch_size": 1_000}
+    return drafter, run(target, drafter, markov_requests(4_000), **options)
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_the_law_of_the_output_is_the_targets(name):
     """4,000 answers of three tokens; rows of one batch are drafted for by different drafters."""
-    target = target_of(markov(LAWS.tolist()))
-    drafter = made(name, target, PROCESSORS)
-    done = run(target, drafter, markov_requests(4_000), sampling=PROCESSORS, batch_size=1_000)
+    _, done = markov_answers(name, lambda tree: tree)
     accepted = [r.accepted for c in done.values() for r in c.rounds]
     assert 0.05 < sum(a > 0 for a in accepted) / len(accepted) < 0.95
     chi_square_of_answers(done, processed_probs(LAWS.log(), PROCESSORS), 3)
@@ -198,17 +210,12 @@ def test_the_law_of_the_output_is_the_targets(name):
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_law_of_the_output_is_the_targets_within_a_budget(name, halves):
     """Half of the rows get no node or one, half one more, whatever the tokens are."""
-    target = target_of(markov(LAWS.tolist()))
-    drafter = made(name, target, PROCESSORS)
-    propose = drafter.propose
 
-    def bounded(*args: Tensor) -> DraftTree:
-        tree = propose(*args)
+    def bounded(tree: DraftTree) -> DraftTree:
         shares = fair_shares(tree.num_drafted_B.tolist(), halves * len(tree.tokens_BN) // 2)
         return tree.limit_nodes(torch.tensor(shares)).trimmed()
 
-    drafter.propose = bounded
-    done = run(target, drafter, markov_requests(4_000), sampling=PROCESSORS, batch_size=1_000)
+    drafter, done = markov_answers(name, bounded)
     most = max(r.drafted for c in done.values() for r in c.rounds)
     assert most == (2 if halves == 3 and drafter.scheme == "c" else 1)  # a chain has room for one
     chi_square_of_answers(done, processed_probs(LAWS.log(), PROCESSORS), 3)
@@ -217,17 +224,11 @@ def test_the_law_of_the_output_is_the_targets_within_a_budget(name, halves):
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_law_of_the_output_is_found_wrong_with_a_wrong_law_of_the_drafts(name, monkeypatch):
     """The chi-square has power: laws recorded as uniform over the draft vocabulary are caught."""
-    target = target_of(markov(LAWS.tolist()))
-    drafter = made(name, target, PROCESSORS)
-    propose = drafter.propose
 
-    def wrong(*args: Tensor) -> DraftTree:
-        tree = propose(*args)
-        tree.draft_probs_BNV = torch.full_like(tree.draft_probs_BNV, 1 / 6)
-        return tree
+    def wrong(tree: DraftTree) -> DraftTree:
+        return replace(tree, draft_probs_BNV=torch.full_like(tree.draft_probs_BNV, 1 / 6))
 
-    drafter.propose = wrong
-    done = run(target, drafter, markov_requests(4_000), sampling=PROCESSORS, batch_size=1_000)
+    _, done = markov_answers(name, wrong)
     with pytest.raises(AssertionError):
         chi_square_of_answers(done, processed_probs(LAWS.log(), PROCESSORS), 3)
 

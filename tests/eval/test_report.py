@@ -291,6 +291,24 @@ def test_settings_are_named_by_what_tells_them_apart():
     ]
 
 
+@pytest.mark.parametrize(
+    ("other", "prompts", "labels"),
+    [
+        # Of the same suites, fewer prompts; as many others; and two suites of their own.
+        ("a+b", 9, ["2 suites, temperature 0, 20 prompts", "2 suites, temperature 0, 9 prompts"]),
+        ("a+b", 20, ["2 suites, temperature 0, 00000000", "2 suites, temperature 0, 11111111"]),
+        ("c", 9, ["a+b, temperature 0", "c, temperature 0"]),
+    ],
+)
+def test_prompts_are_told_apart_by_the_shortest_that_does(other, prompts, labels):
+    made = result("a"), result("a")
+    for one, name, digit in zip(made, ("a+b", other), "01", strict=True):
+        one.provenance = replace(one.provenance, prompt_suite=name, prompt_suite_hash=digit * 16)
+    made[1].counts = replace(made[1].counts, prompts=prompts)
+    assert made[0].counts.prompts == 20
+    assert [setting.label for setting in settings_of(made)] == labels
+
+
 def test_a_compiled_run_is_a_setting_of_its_own_and_says_what_was_compiled():
     made = Compilation(["target", "drafter"], ["target", "draft model small"])
     rows = name_results([result("a"), result("a", compilation=made)])

@@ -106,6 +106,23 @@ def test_the_page_does_not_scroll_sideways(page):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_a_table_of_many_columns_has_the_whole_width_and_its_caption_is_read_whole(page):
+    page.locator("details").evaluate_all("all => all.forEach(d => d.open = true)")
+    widths = page.evaluate(
+        """() => [...document.querySelectorAll(".box")].map(box => [
+            box.querySelectorAll("thead th").length, box.offsetWidth,
+            box.closest("section").clientWidth])"""
+    )
+    assert any(columns > 3 for columns, _, _ in widths)
+    assert all(own >= whole for columns, own, whole in widths if columns > 3)
+    beyond = page.evaluate(
+        """() => [...document.querySelectorAll("caption span")].filter(span =>
+            span.getBoundingClientRect().right > span.closest(".box").getBoundingClientRect().right
+        ).map(span => span.textContent)"""
+    )
+    assert beyond == []
+
+
 def test_every_figure_is_drawn_and_told(page, report):
     figures = content(comparison(SUITES)).figures
     assert page.locator("figure svg[role=img][aria-label]").count() == len(figures)

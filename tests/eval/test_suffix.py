@@ -286,6 +286,11 @@ def test_nothing_is_remembered_with_no_responses(tiny):
         ({"responses": -1}, "suffix.responses=-1: need at least 0"),
         ({"factor": -0.5}, "suffix.factor=-0.5: need at least 0"),
         ({"min_score": -1.0}, "suffix.min_score=-1.0: need at least 0"),
+        (
+            {"factor": 0.0},
+            r"suffix.factor=0.0 with suffix.offset=0.0: not even a match of 63 tokens",
+        ),
+        ({"offset": -100.0}, r"suffix.factor=1.0 with suffix.offset=-100.0: not even a match"),
         ({"min_prob": 0.0}, r"suffix.min_prob=0.0: need a probability in \(0, 1\]"),
         ({"keep_warm": True, "responses": 0}, "suffix.responses=0: nothing is kept"),
     ],

@@ -8,7 +8,15 @@ import pytest
 import torch
 import transformers
 from fixtures_chat import chat_tokenizer, merging_chat_tokenizer
-from models import DIMENSIONS, VARIANTS, seeded, target_of, tiny_model, variant_model
+from models import (
+    DIMENSIONS,
+    VARIANTS,
+    recurrent_model,
+    seeded,
+    target_of,
+    tiny_model,
+    variant_model,
+)
 from torch import Tensor
 
 from headstart.heads.load import TargetConfig, load_target
@@ -186,10 +194,7 @@ def test_a_pass_over_some_rows_leaves_the_others_alone(tiny: Target) -> None:
 
 
 def test_a_recurrent_target_is_refused_by_name_for_decoding_only() -> None:
-    config = transformers.JambaConfig(
-        **{**DIMENSIONS, "num_experts": 1, "num_experts_per_tok": 1, "pad_token_id": 0}
-    )
-    target = target_of(seeded(0, lambda: transformers.JambaForCausalLM(config)), name="tiny-jamba")
+    target = target_of(recurrent_model(), name="tiny-jamba")
     assert target.forward(_tokens(1, 4)).hidden_BTD.shape == (1, 4, 32)
     with pytest.raises(
         ValueError, match="tiny-jamba: jamba layers of type linear_attention cannot be rolled back"
