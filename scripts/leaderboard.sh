@@ -13,14 +13,30 @@ heads=${2:-runs/reference/heads}
 prompts=${3:-../shared/data}
 rows=${ROWS:-}
 options=("${@:4}")
+parts=${PARTS:-search t0 t1 best equality report}
+
+refuse() { # MESSAGE: before hours are spent
+    echo "$1" >&2
+    exit 2
+}
+for part in $parts; do
+    [[ " search t0 t1 best equality report " == *" $part "* ]] ||
+        refuse "PARTS=$part: expected some of search t0 t1 best equality report"
+done
+compgen -G "$heads/*/head" >/dev/null ||
+    refuse "HEADS=$heads: no NAME/head there; give a directory of trained heads"
+for suite in mt_bench gsm8k humaneval; do
+    [[ -e $prompts/$suite.jsonl ]] ||
+        refuse "PROMPTS=$prompts: no $suite.jsonl there; give the directory that holds it"
+done
 cat <<TEXT
-Measured in turn, each with one interleaved plain arm, into $out; about two and a half hours on two
-CPU cores with four reference heads (four suites of 20 first turns, 64 tokens each):
+Measured in turn, each with one interleaved plain arm, into $out; about three hours on two CPU cores
+with four reference heads (four suites of 20 first turns, 64 tokens each):
   search    the fastest tree of every head, on other prompts                          30 minutes
-  t0        every head and drafter with every tree, greedy                            40 minutes
-  t1        chains, a top-k tree and a drawn one at temperature 1                     30 minutes
-  best      the three fastest of t0, three repeats                                    25 minutes
-  equality  as t0, in fp32, ten prompts a suite in batches of ten: all must be equal  20 minutes
+  t0        every head and drafter with every tree, greedy                            55 minutes
+  t1        chains, a top-k tree and a drawn one at temperature 1                     40 minutes
+  best      the three fastest of t0, three repeats                                    30 minutes
+  equality  as t0, in fp32, ten prompts a suite in batches of ten: all must be equal  15 minutes
 Speedup by batch size is not measured: for all of them it would take hours. That of the three
 fastest is, once best is done (whose figures are kept), with
   PARTS="best report" scripts/leaderboard.sh OUT HEADS PROMPTS eval.batch_sizes=[1,2,4,8,16]
@@ -58,6 +74,11 @@ measure() { # PART OPTION...: all arms under the options of one part
 }
 
 greedy() { # PART OPTION...: the arms of t0
+    local name
+    for name in "${names[@]}"; do
+        [[ -e $out/search/$name/tree/searched_$name.yaml ]] ||
+            refuse "$1: no tree of $name in $out/search; find it first with PARTS=search"
+    done
     measure "$1" "hydra.searchpath=[${folders:1}]" "${trees[@]}" \
         'drafter=[lookup,suffix_chain,suffix_tree]' "${@:2}"
 }
@@ -76,7 +97,7 @@ print(",".join(result["drafter"]["name"] for result in timed[:3]))
 PYTHON
 }
 
-for part in ${PARTS:-search t0 t1 best equality report}; do
+for part in $parts; do
     case $part in
         search) search ;;
         t0) greedy t0 "eval.only=[$arms,lookup,suffix_chain,suffix_tree]" ;;
@@ -90,6 +111,5 @@ for part in ${PARTS:-search t0 t1 best equality report}; do
                 target.dtype=float32 eval.num_prompts=10 eval.batch_size=10
             ;;
         report) headstart report "results=[$out/best,$out/t0,$out/t1,$out/equality]" "out=$out/report" ;;
-        *) echo "PARTS=$part: expected some of search t0 t1 best equality report" >&2 && exit 2 ;;
     esac
 done

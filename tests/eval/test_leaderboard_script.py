@@ -12,8 +12,14 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "leaderboard.sh"
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Hold one head, and the stand-in for headstart."""
+    """Hold one head with its tree, prompts, and the stand-in for headstart."""
     (tmp_path / "heads" / "eagle" / "head").mkdir(parents=True)
+    tree = tmp_path / "out" / "search" / "eagle" / "tree" / "searched_eagle.yaml"
+    tree.parent.mkdir(parents=True)
+    tree.touch()
+    (tmp_path / "prompts").mkdir()
+    for suite in ("mt_bench", "gsm8k", "humaneval"):
+        (tmp_path / "prompts" / f"{suite}.jsonl").touch()
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "headstart"
     command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
@@ -21,11 +27,11 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def best(place: Path) -> subprocess.CompletedProcess:
+def run(place: Path, parts: str = "best") -> subprocess.CompletedProcess:
     path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        [SCRIPT, place / "out", place / "heads"],
-        env=os.environ | {"PATH": path, "PARTS": "best"},
+        [SCRIPT, place / "out", place / "heads", place / "prompts"],
+        env=os.environ | {"PATH": path, "PARTS": parts},
         capture_output=True,
         text=True,
         timeout=60,
@@ -45,7 +51,7 @@ def measured(place: Path, name: str, speed: float | None) -> None:
 def test_without_a_speed_in_t0_no_arm_is_measured_as_one_of_the_best(place, speeds):
     for name, speed in speeds.items():
         measured(place, name, speed)
-    done = best(place)
+    done = run(place)
     assert done.returncode == 1
     assert f"no result with a speed in {place}/out/t0; measure first with PARTS=t0" in done.stderr
     assert not (place / "calls").exists()
@@ -55,7 +61,25 @@ def test_the_three_fastest_of_t0_are_measured_again(place):
     speeds = {"a": 1.2, "b": 1.9, "c": None, "d": 1.5, "e": 1.1}
     for name, speed in speeds.items():
         measured(place, name, speed)
-    done = best(place)
+    done = run(place)
     assert done.returncode == 0, done.stderr
     (call,) = (place / "calls").read_text().splitlines()
     assert " eval.only=[b,d,a] eval.repeats=3" in call
+
+
+@pytest.mark.parametrize(
+    ("gone", "parts", "message"),
+    [
+        ("nothing", "t0 tO", "PARTS=tO: expected some of search t0 t1 best equality report"),
+        ("heads", "t0", "heads: no NAME/head there; give a directory of trained heads"),
+        ("prompts/gsm8k.jsonl", "t0", "prompts: no gsm8k.jsonl there; give the directory"),
+        ("out", "t0", "t0: no tree of eagle in "),
+    ],
+)
+def test_what_is_missing_is_told_before_anything_is_measured(place, gone, parts, message):
+    if (place / gone).exists():
+        (place / gone).rename(place / "elsewhere")
+    done = run(place, parts)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (place / "calls").exists()
