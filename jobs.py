@@ -107,7 +107,7 @@ def run_job(name: str, work: Work, cfg: DictConfig, to_object: ToObject) -> Any:
 def _here_or_in_ranks(name: str, work: Work, config: Any, *, sweeping: bool) -> Any:
     launch: LaunchConfig | None = getattr(config, "launch", None)
     if launch is None:
-        return work(config)
+        return _to_the_end(work, config)
     check_launch(config)
     with terminable():
         if starts_ranks(launch, _kind(config), sweeping=sweeping):
@@ -118,7 +118,14 @@ def _here_or_in_ranks(name: str, work: Work, config: Any, *, sweeping: bool) -> 
             ranks.end_with_parent()
             ranks.take_device()
             config.out = ranks.agree(config.out)
-        return work(config)
+        return _to_the_end(work, config)
+
+
+def _to_the_end(work: Work, config: Any) -> Any:
+    """Work, and leave the process group that it may have made: loading a split target does, too."""
+    done = work(config)
+    ranks.leave_group()
+    return done
 
 
 def check_launch(config: Any) -> None:

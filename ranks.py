@@ -1,4 +1,4 @@
-"""What a process knows of the job it is a rank of, before any process group is there.
+"""What a process knows of the job it is a rank of, before and after there is a process group.
 
 torchrun, accelerate launch and Slurm scripts name a rank in the environment. The ranks of a job
 agree through the store at which they will meet: on one output directory, on one log, and on who
@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed import DistError, Store, rendezvous
 
 LAUNCHED = "HEADSTART_LAUNCHED"  # set for ranks that `headstart` started itself
@@ -131,6 +132,16 @@ class _OncePerJob(logging.Filter):
             return True
         self.told[digest] = first
         return first
+
+
+def leave_group() -> None:
+    """End the process group, if there is one, once every rank is here; collective.
+
+    A rank that outlives the others' connections may abort at its exit, and the job with it.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def fail(error: BaseException) -> None:

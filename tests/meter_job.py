@@ -15,6 +15,7 @@ from training import Line, chat_target, numbers_batch, random_rows, token_row
 
 from headstart.data.features import OnlineFeatures
 from headstart.heads.base import FeatureBatch, LossSums
+from headstart.ranks import leave_group
 from headstart.train.loop import Hooks, train_head
 from headstart.train.meters import peak_memory, teacher_forced
 from headstart.train.parallel import Parallel
@@ -129,6 +130,7 @@ def main(kind: str, directory: Path) -> None:
         found |= {part.__name__: part(kind) for part in parts}
     rank = backend(kind)[0].rank
     (directory / f"{kind}-{rank}.json").write_text(json.dumps(found))
+    leave_group()
 
 
 if __name__ == "__main__":

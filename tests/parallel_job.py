@@ -20,11 +20,12 @@ from training import CHAT_VOCAB, Line, chat_target, numbers_batch, random_rows, 
 
 from headstart.data.features import OnlineFeatures
 from headstart.heads.base import DraftHead, FeatureBatch, LossSums
+from headstart.ranks import leave_group
 from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, train_head
 from headstart.train.optimizer import make_optimizer
-from headstart.train.parallel import Parallel, leave_group
+from headstart.train.parallel import Parallel
 from headstart.train.step import train_step
 
 FAMILIES: dict[str, dict[str, Any]] = {

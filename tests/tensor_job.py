@@ -17,6 +17,7 @@ from headstart.data.features import OnlineFeatures
 from headstart.data.rows import RowsMeta
 from headstart.heads.load import TargetConfig, load_target
 from headstart.heads.target import Target
+from headstart.ranks import leave_group
 from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.loop import Hooks, train_head
@@ -85,6 +86,7 @@ def main(directory: Path) -> None:
     }
     capture(target, ROWS, directory / "store", meta=RowsMeta("", "t", {}), taps=TAPS)
     torch.save(found, directory / f"{torch.distributed.get_rank()}.pt")
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from launching import TORCHRUN, finish, lines, prepare, start, wait_until
 
+from headstart import cli
+from headstart.eval import report_run
 from headstart.heads.checkpoint import load_head
 
 LONG = ["parallel=ddp", "launch.num_processes=2", "train.max_steps=1000000", "train.save_every=0"]
@@ -160,3 +164,16 @@ def test_ctrl_c_in_a_single_process_saves_after_the_step(root, training):
     said = finish(process, 130)
     step = assert_one_checkpoint(root, "alone")
     assert f"interrupted at step {step}: saving" in said
+
+
+def test_any_command_leaves_the_process_group_that_it_made(tmp_path, monkeypatch):
+    """A rank that outlives the others' connections may abort at its exit, and the job with it."""
+
+    def grouped(config: object) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report_run, "run", grouped)
+    monkeypatch.setattr(sys, "argv", ["headstart", "results=[any]", "out=there"])
+    cli.run_command("report")
+    assert not dist.is_initialized()

@@ -211,13 +211,3 @@ class Parallel:
 def flat_state(state: OptimizerState) -> dict[tuple[str, str], Tensor]:
     """Return the tensors of an optimizer's state by (parameter name, state name)."""
     return {(name, key): value for name, one in state.items() for key, value in one.items()}
-
-
-def leave_group() -> None:
-    """End the process group, if there is one, once every rank is here; collective.
-
-    A rank that outlives the others' connections may abort at its exit, and the job with it.
-    """
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()

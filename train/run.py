@@ -36,7 +36,7 @@ from headstart.train.evaluation import Evaluation, head_with
 from headstart.train.flops import head_flops, known_peak, target_flops
 from headstart.train.loop import Hooks, train_head
 from headstart.train.meters import Meter
-from headstart.train.parallel import Parallel, leave_group
+from headstart.train.parallel import Parallel
 from headstart.train.progress import Progress
 from headstart.train.resume import SUMMARY, finished, going_on
 from headstart.train.starting import feature_source, load_rows, new_head
@@ -79,7 +79,6 @@ def run(config: TrainRun) -> None:
     for directory in filter(None, (config.rows, config.heldout_rows)):
         read_meta(Path(directory))
     train(load_target(config.target), config)
-    leave_group()
 
 
 def train(target: Target, config: TrainRun) -> Progress:

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
+from headstart.ranks import leave_group
 from headstart.train.backends import make_parallel
 from headstart.train.config import ParallelConfig, TrainConfig
 from headstart.train.optimizer import make_optimizer
-from headstart.train.parallel import leave_group
 from headstart.train.step import train_step
 from headstart.train.step_bench import Sizes, make
 
